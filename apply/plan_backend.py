@@ -18,24 +18,21 @@ import torch
 from torch import fx, nn
 
 from planner._apply.errors import PlanMismatch
-from planner._apply.exchangeable import (
-    ScheduledGraphs,
-    boxed_callable,
-    stub_backward,
-    stub_forward,
-    stub_graphs_of,
-)
+from planner._apply.exchangeable import ScheduledGraphs, boxed_callable
 from planner._apply.outputs import OutputWatcher, places_to_watch, watch, without_elided
 from planner._apply.rewrite import RewrittenRegion, rewrite
 from planner._apply.rewrite_spec import OpKey, RegionSpec, RewriteSpec
 from planner._apply.same_step import difference_from_step, outputs_let_go
+from planner._graph_capture.dynamo.stub_graphs import stub_backward, stub_forward, stub_graphs_of
+from planner._graph_capture.dynamo.traced_code import TracedCode
 from planner._graph_capture.errors import CaptureError
 from planner._graph_capture.joint_graph.joint import count_cotangents, primals_of
 from planner._graph_capture.joint_graph.lower import LoweredRegion, region_signature
-from planner._graph_capture.joint_graph.naming import name_modules
+from planner._graph_capture.joint_graph.naming import name_modules, names_in_model
 from planner._graph_capture.joint_graph.pipeline import JointVariant, lower_joint_graph
 from planner._graph_capture.joint_graph.replay import is_random
 from planner._graph_capture.torch_compat import (
+    Branch,
     OpOverload,
     PartitionFunction,
     aot_backend,
@@ -94,13 +91,6 @@ class _Traced:
         return self.graphs.run_forward(args, self.run_backward)
 
 
-def names_in_model(model: nn.Module, values: Sequence[Any]) -> list[str | None]:
-    """Return the name of each value that is a parameter or buffer of the model, else `None`."""
-    names = {id(tensor): name for name, tensor in
-             (*model.named_parameters(), *model.named_buffers())}
-    return [names.get(id(value)) for value in values]
-
-
 class PlanBackend(OutputWatcher):
     """The Dynamo backend that replaces captured graphs by a rewrite spec's graphs."""
 
@@ -114,7 +104,7 @@ class PlanBackend(OutputWatcher):
         self._spec = spec
         self._regions = tuple(range(len(spec.regions)) if regions is None else regions)
         self._compiled_regions = 0
-        self._lowered: dict[tuple[fx.GraphModule, int], LoweredRegion] | None = None
+        self._lowered: dict[tuple[object, ...], LoweredRegion] | None = None
         self.running: nn.Module | None = None
         """The module whose forward is being called: the model or a block; `None`: unknown, and
         modules keep the names of the graph."""
@@ -136,6 +126,8 @@ class PlanBackend(OutputWatcher):
         self.is_exchangeable = False
         """True if `exchange` may be asked for; then autograd does not see the tensors saved."""
         self._traced: list[_Traced] = []
+        self._code: TracedCode | None = None
+        """Keeps the code that refers to its graphs weakly."""
 
     def exchange(self, spec: RewriteSpec) -> bool:
         """Run under another rewrite spec of the same graph from the next call on, without tracing;
@@ -204,7 +196,29 @@ class PlanBackend(OutputWatcher):
                           "that takes least, and the step may take more than the budget: "
                           f"{mismatch}", stacklevel=2)
             compiled = self.fallback(module)
-        leaves_no_trace = self._leaves_no_trace
+        return torch.compiler.disable(self._calling(
+            compiled, branches, match, watched, leaves_no_trace=self._leaves_no_trace))
+
+    def run_traced(self, code: TracedCode) -> None:
+        """Run the regions' graph in code that was compiled of the same graph."""
+        graph, = code.graphs
+        assert graph.region is not None
+        joint, watched = graph.region.joint, list[int]()
+        traced = _Traced(joint, graph.region.num_forward_outputs, graph.given, watched)
+        self._lowered = {
+            (joint, 0, JointVariant(low_peak=low_peak), self._spec.regions[0].cotangents, (), ()):
+            lowered for low_peak, lowered in code.lowered.items()}
+        code.lowered.clear()
+        match = self._matching_region(joint, joint, traced.num_outputs, traced.given)
+        traced.adopt(self._spec, match)
+        self._traced.append(traced)
+        self._code, code.backend, graph.region.forward = code, self, traced.forward
+        graph.run = self._calling(graph.compiled, graph.branches, match, watched)
+
+    def _calling(self, compiled: Callable[..., Any], branches: Sequence[Branch],
+                 match: Match | None, watched: list[int], *, leaves_no_trace: bool = False
+                 ) -> Callable[..., Any]:
+        """What code calls in the place of a graph; `compiled`: runs it."""
 
         def call(*args: Any) -> Any:
             for branch in branches:
@@ -223,7 +237,7 @@ class PlanBackend(OutputWatcher):
             watch(outputs, watched, self._output_is_held)
             return outputs if match is None else without_elided(outputs, match.region.elided)
 
-        return torch.compiler.disable(call)
+        return call
 
     def _compile(
         self, module: fx.GraphModule, inputs: Sequence[Any], partition: PartitionFunction,
@@ -274,14 +288,15 @@ class PlanBackend(OutputWatcher):
                     f"the plan has {len(region.cotangents)} differentiable outputs, "
                     f"this model {count_cotangents(joint)}")
                 continue
-            lowered = None if self._lowered is None else self._lowered.get((module, index))
+            key = module, index, variant, region.cotangents, region.hoisted, region.elided
+            lowered = None if self._lowered is None else self._lowered.get(key)
             if lowered is None:
                 lowered = lower_joint_graph(
                     joint, num_forward_outputs, variant, cotangents=region.cotangents,
                     input_names=names, hoisted=region.hoisted, region=index, block=region.block,
                     elided=region.elided)
             if self._lowered is not None:
-                self._lowered[module, index] = lowered
+                self._lowered[key] = lowered
             difference = different_op(region, lowered)
             is_resized = difference is not None
             if difference is not None and region.region_signature is not None:

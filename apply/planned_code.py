@@ -12,6 +12,7 @@ from torch import nn
 from planner._apply.errors import PlanMismatch
 from planner._apply.plan_backend import Fallback, PlanBackend
 from planner._apply.rewrite_spec import RewriteSpec
+from planner._graph_capture.dynamo.traced_code import TracedCode
 from planner._graph_capture.module_forward import Forward
 from planner._graph_capture.output_tensors import output_tensors
 from planner._graph_capture.torch_compat import (
@@ -148,9 +149,13 @@ class PlannedCode(CompiledCode):
             is_of_blocks=regions is not None,
             has_several_regions=len(spec.regions if regions is None else regions) > 1)
 
-    def make_exchangeable(self) -> None:
-        """Let `exchange` be asked for from here on; before the first call."""
+    def make_exchangeable(self, traced: TracedCode | None) -> None:
+        """Let `exchange` be asked for from here on; before the first call.  `traced`: code that was
+        compiled of the same graph, and is run in place of new code."""
         self._backend.is_exchangeable = _is_exchangeable(self._backend._spec)
+        if self._backend.is_exchangeable and traced is not None:
+            self._backend.run_traced(traced)
+            self._compiled[traced.trained] = traced.function
 
     def exchange(self, spec: RewriteSpec) -> bool:
         """Run under another rewrite spec of the same graph from the next call on, without tracing;

@@ -1,7 +1,7 @@
 """Compiled code of a model with symbolic sizes, whose schedule can be exchanged.
 
 Dynamo and AOTAutograd trace the model once; another schedule, for other sizes or another budget,
-takes no tracing (`apply.exchangeable`).
+takes no tracing (`graph_capture.dynamo.stub_graphs`).
 
 Before a call with sizes that were not met yet has done anything, its peak is evaluated; where it
 does not fit, the call raises `SizesNotPlanned`.
@@ -20,25 +20,17 @@ import torch
 from torch import fx, nn
 
 from planner._apply.errors import PlanMismatch
-from planner._apply.exchangeable import (
-    ScheduledGraphs,
-    boxed_callable,
-    stub_backward,
-    stub_forward,
-    stub_graphs_of,
-)
+from planner._apply.exchangeable import ScheduledGraphs, boxed_callable
 from planner._apply.outputs import OutputWatcher, places_to_watch, watch
-from planner._apply.plan_backend import (
-    checked_backward,
-    names_in_model,
-    refuse_double_backward,
-)
+from planner._apply.plan_backend import checked_backward, refuse_double_backward
 from planner._apply.planned_code import CompiledCode
 from planner._apply.rewrite import rewrite
 from planner._apply.rewrite_spec import RewriteSpec
 from planner._apply.same_step import outputs_let_go
+from planner._graph_capture.dynamo.stub_graphs import stub_backward, stub_forward, stub_graphs_of
 from planner._graph_capture.errors import CaptureError
-from planner._graph_capture.joint_graph.naming import name_modules
+from planner._graph_capture.garbage import give_back_freed_memory
+from planner._graph_capture.joint_graph.naming import name_modules, names_in_model
 from planner._graph_capture.joint_graph.symbolic_sizes import Values
 from planner._graph_capture.step.symbolic_region import SymbolicRegion
 from planner._graph_capture.torch_compat import (
@@ -54,6 +46,8 @@ _MOST_SIZES = 1024
 """Of how many sizes a graph remembers which schedule serves them."""
 _MOST_SCHEDULES = 8
 """Schedules that a graph keeps."""
+_SIZES_PER_TRIM = 8
+"""New sizes after which freed memory is given back to the system."""
 
 
 class SizesNotPlanned(PlanMismatch):
@@ -85,6 +79,7 @@ class SymbolicCallable:
         self.region = region
         self.schedules: list[Schedule] = []
         """The last that was made comes first."""
+        self._new_sizes = 0
         self._served: OrderedDict[Values, Schedule] = OrderedDict()
         self.used: Schedule
         """Schedule of the last call."""
@@ -109,6 +104,9 @@ class SymbolicCallable:
             if found is None:
                 raise SizesNotPlanned(self, values)
             self._served[values] = found
+            self._new_sizes += 1
+            if self._new_sizes % _SIZES_PER_TRIM == 0:
+                give_back_freed_memory()
             if len(self._served) > _MOST_SIZES:
                 self._served.popitem(last=False)
         self._served.move_to_end(values)

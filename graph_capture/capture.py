@@ -24,6 +24,7 @@ from planner._graph_capture.dynamo.blocks import (
 )
 from planner._graph_capture.dynamo.distinct_inputs import with_distinct_tensors
 from planner._graph_capture.dynamo.record import Recording, record_training_step
+from planner._graph_capture.dynamo.traced_code import TracedCode
 from planner._graph_capture.errors import CaptureError
 from planner._graph_capture.fake_copies.data_dependent_values import decides_by_values
 from planner._graph_capture.fake_copies.failures import failure
@@ -157,6 +158,8 @@ class CapturedStep:
     """The variants with these numbers of chunks, from what was recorded."""
     may_skip: bool = False
     """True if it is captured by blocks, and dice or values decide which of them run."""
+    code: TracedCode | None = None
+    """What was compiled, for the model to run, where it is kept."""
 
     @property
     def graph(self) -> TrainingGraph:
@@ -175,7 +178,7 @@ class CapturedStep:
 
     def without_recording(self) -> CapturedStep:
         """The step as it is, to be kept: `chunked` finds nothing more."""
-        return replace(self, chunked=lambda chunks: ())
+        return replace(self, chunked=lambda chunks: (), code=None)
 
     def resident_blocks(self) -> tuple[Block, ...]:
         """The storages that are alive before the step."""
@@ -251,6 +254,7 @@ def capture_step(
     make_layout: Callable[[FakeCopy], RankLayout] | None = None,
     symbolic: SymbolicStep | None = None,
     early: EarlyGradients | None = None, optimizer_in_backward: bool = False,
+    keeps_code: bool = False,
 ) -> CapturedStep:
     """The training step `loss_fn(model(*args, **kwargs)).backward()` as a graph.
 
@@ -271,7 +275,7 @@ def capture_step(
     widest part of the step and the insides of layers may run.  `symbolic`: the step's graph,
     captured before with symbolic sizes; nothing is traced but the plain step.  `early`:
     gradients that the loop uses and frees as they come; with `optimizer_in_backward` these are all,
-    for `optimizer`.
+    for `optimizer`.  `keeps_code`: what is compiled of a model on a CPU is kept for it to run.
 
     Raises `CaptureError` where the model cannot be captured, and `ValueError` for a `keep` that
     names nothing in the model.
@@ -290,6 +294,8 @@ def capture_step(
     )
     fake_loss = None if loss_fn is None else fake_copy.extra[0]
     fake_copy = replace(fake_copy, answers=answers, autocast=autocast)
+    keeps_code &= (backend == "eager" and answers is None and make_layout is None
+                   and fake_copy.device.type == "cpu" and not early)
     headroom = None if not probe or probe_headroom is None else probe_headroom.left(
         lambda: _least_plain_peak(fake_copy, fake_loss))
     costs = OpCosts(fake_copy.device, cost_model=cost_model, probe=probe, gpu=gpu, progress=say,
@@ -307,18 +313,23 @@ def capture_step(
     unforced = _without(fake_copy, {name for name, _ in forced} - kwargs.keys())
     tracing = Tracing(unforced, fake_loss, costs.workspace_bytes, holds_output, layout, early or {})
 
-    def record(fake_copy: FakeCopy, blocks: Sequence[str], captures_rest: bool = False
+    def record(fake_copy: FakeCopy, blocks: Sequence[str], captures_rest: bool = False,
+               keeps_code: bool = keeps_code
                ) -> tuple[FakeCopy, LossFn | None, Recording, object]:
         # Code between blocks runs as it is written, and must see what it takes for ordinary
         # tensors.
         traced, traced_loss = fake_copy, fake_loss
-        if (blocks or answers is not None or fake_copy.has_subclasses) and (
+        if (blocks or answers is not None or fake_copy.has_subclasses or keeps_code) and (
                 fake_copy.trace_device.type == "cpu"):
             traced = storage_less_copy(fake_copy, extra=(fake_loss,))
             traced_loss = traced.extra[-1]
-        return traced, traced_loss, *record_training_step(
+        found = traced, traced_loss, *record_training_step(
             traced, traced_loss, costs.workspace_bytes, blocks, compiled=inductor,
-            wrapper=tracing.wrapper, holds_output=holds_output, captures_rest=captures_rest)
+            wrapper=tracing.wrapper, holds_output=holds_output, captures_rest=captures_rest,
+            keeps_code=keeps_code)
+        if keeps_code and not blocks and getattr(traced.mode, "told_values", False):
+            return record(fake_copy, blocks, captures_rest, False)  # values decide what it does
+        return found
 
     blocks, chosen_because = find_blocks(model, regions or WHOLE_MODEL), ""
     if symbolic is not None:
@@ -406,9 +417,13 @@ def capture_step(
     else:
         variants = [variant(uses)]
     keeper.check_all_used()
+    if recording.code is not None:
+        recording.code.lowered[False] = uses[0].lowered
     if any(has_low_peak_variant(use.lowered) for use in uses):
         uses = region_uses(traced, recording, output, JointVariant(inductor, low_peak=True))
         variants.append(variant(uses, low_peak=True))
+        if recording.code is not None:
+            recording.code.lowered[True] = uses[0].lowered
 
     @quiet_fake_tensors()
     @undisturbed_autograd()
@@ -439,7 +454,7 @@ def capture_step(
             lambda: tracing.wrapper, holds_output, capture_seconds),
         outputs=outputs, may_skip=bool(blocks) and may_skip,
         tracing=tracing, held_workspace_bytes=held_workspace_bytes(costs.device_model.gpu),
-        chunked=chunked)
+        chunked=chunked, code=recording.code)
 
 
 def _sharing_code(recording: Recording) -> int:

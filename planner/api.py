@@ -297,12 +297,12 @@ def capture_call(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
                  answers: tuple[Any, ...] | None = None, unknown_loss: LossFn | None = None,
                  probe_headroom: ProbeHeadroom | None = None,
                  symbolic: SymbolicStep | None = None,
-                 early: EarlyGradients | None = None) -> CapturedStep:
+                 early: EarlyGradients | None = None, keeps_code: bool = False) -> CapturedStep:
     """The step whose forward is `model(*args, **kwargs)`; `answers`: values of tensors that its
     code asks for; `unknown_loss`: what stands for a loss that was not given; `probe_headroom`: what
     running single ops may take, where the model is being trained; `symbolic`: its graph, where that
     was captured before with symbolic sizes; `early`: gradients that its loop uses and frees as they
-    come."""
+    come; `keeps_code`: what is compiled is kept for the model to run."""
     from planner._graph_capture.capture import capture_step
     from planner._graph_capture.dynamo.blocks import REPEATED_BLOCKS, has_repeated_blocks
     from planner._graph_capture.fake_copies.fake import device_planned_for
@@ -345,6 +345,7 @@ def capture_call(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
         symbolic=symbolic,
         early=early,
         optimizer_in_backward=planning.optimizer_in_backward,
+        keeps_code=keeps_code,
     )
 
 

@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,17 +25,24 @@ from planner._graph_capture.dynamo.captured_graphs import (
     DynamoBackend,
     RepeatedGraphs,
 )
-from planner._graph_capture.dynamo.stub_graphs import results_of, stub_graphs
+from planner._graph_capture.dynamo.stub_graphs import (
+    StubResults,
+    carrier_of,
+    stub_backward,
+    stub_forward,
+    stub_graphs_of,
+)
+from planner._graph_capture.dynamo.traced_code import TracedCode, TracedGraph
 from planner._graph_capture.dynamo.uncaptured import GapTracker, UncapturedCode
 from planner._graph_capture.errors import CaptureError, DataDependentValue
 from planner._graph_capture.fake_copies.data_dependent_values import data_dependent_value
 from planner._graph_capture.fake_copies.failures import failure
 from planner._graph_capture.fake_copies.fake import FakeCopy
 from planner._graph_capture.fake_copies.input_values import named_inputs, values_of_inputs
-from planner._graph_capture.joint_graph.joint import count_cotangents, primals_of
-from planner._graph_capture.joint_graph.naming import name_modules
+from planner._graph_capture.joint_graph.joint import primals_of
+from planner._graph_capture.joint_graph.naming import name_modules, names_in_model
 from planner._graph_capture.memory.tracker import Workspace
-from planner._graph_capture.module_forward import in_place_of_forward
+from planner._graph_capture.module_forward import in_place_of_forward, own_forward
 from planner._graph_capture.plain_step.loss import LossFn, objective
 from planner._graph_capture.rank import Wrapper
 from planner._graph_capture.torch_compat import (
@@ -65,6 +73,8 @@ class RecordedRegion:
     num_forward_outputs: int
     cotangents: list[tuple[bool, ...]] = field(default_factory=list)
     """For each run of its backward, the outputs into which a gradient flowed."""
+    forward: Callable[[list[Any]], tuple[Sequence[Any], torch.Tensor]] = field(init=False)
+    """What runs in its place; see `Exchangeable`."""
 
 
 @dataclass(frozen=True)
@@ -97,6 +107,8 @@ class Recording:
     """Inputs by whose values the model's code decides, and where it does."""
     calls_again: int = 0
     """Number of region calls when the step ran for the second time."""
+    code: TracedCode | None = None
+    """The code of a model of one region, for the model itself to run, where it is kept."""
 
     @property
     def is_repeatable(self) -> bool:
@@ -135,7 +147,8 @@ the end."""
 
 def record_step(fake_copy: FakeCopy, run_step: RunStep, workspace: Workspace,
                 blocks: Sequence[str] = (), wrapper: Wrapper | None = None, *,
-                compiled: bool = False, captures_rest: bool = False) -> Recording:
+                compiled: bool = False, captures_rest: bool = False,
+                keeps_code: bool = False) -> Recording:
     """Record one step of the fake copy, which has no gradients before and after.
 
     The step runs twice: the first time Dynamo compiles it, the second time what code between the
@@ -143,11 +156,12 @@ def record_step(fake_copy: FakeCopy, run_step: RunStep, workspace: Workspace,
     `blocks`, names of submodules, these are compiled one by one and the rest runs as it is written
     or, with `captures_rest`, is compiled too.  `wrapper` has its hooks in the model while the step
     runs.  With `compiled` the joint graphs are those that Inductor would partition, and the graphs
-    are kept for it.
+    are kept for it.  With `keeps_code` the compiled code is kept for the model to run.
     """
     recording = Recording()
     recorder = _Recorder(fake_copy, recording, _for_inductor if compiled else aot_backend)
-    model, installed, repeated = _compiled(fake_copy, blocks, recorder, compiled, captures_rest)
+    model, installed, repeated = _compiled(fake_copy, blocks, recorder, compiled, captures_rest,
+                                           keeps_code)
     hooks = (wrapper or Wrapper()).attached(fake_copy.model, recorder.make_buffer)
     # A graph of Inductor's is the one that torch.compile makes.
     plain = nullcontext() if compiled else as_plain_code(values_of_inputs(fake_copy))
@@ -181,11 +195,15 @@ def record_step(fake_copy: FakeCopy, run_step: RunStep, workspace: Workspace,
     if getattr(fake_copy.mode, "told_values", False):
         for name, _ in named_inputs(fake_copy):
             recording.asked.setdefault(name, "")
+    if recording.code is not None:
+        recording.code.graphs, recorder.graphs = recorder.graphs, []
+        if recording.uncaptured or not recording.code.is_complete:
+            recording.code = None
     return recording
 
 
 def _compiled(fake_copy: FakeCopy, blocks: Sequence[str], recorder: _Recorder, keep_graphs: bool,
-              captures_rest: bool
+              captures_rest: bool, keeps_code: bool
               ) -> tuple[Callable[..., Any], AbstractContextManager[Any], RepeatedGraphs]:
     """The model that `recorder` sees running, inside of the context, and what it has seen of it."""
     model = fake_copy.model
@@ -195,6 +213,11 @@ def _compiled(fake_copy: FakeCopy, blocks: Sequence[str], recorder: _Recorder, k
         recorder.running_block = lambda: graphs.running
         return graphs.call, graphs.installed(), graphs.repeated
     repeated = RepeatedGraphs(recorder, lambda: recorder.running_block())
+    if not blocks and keeps_code:
+        code = recorder.recording.code = TracedCode(
+            type(model).__name__, repeated, tuple(p.requires_grad for p in model.parameters()))
+        return (fake_copy.callee, in_place_of_forward(
+            model, partial(code.function, model, own_forward(model))), repeated)
     if not blocks:
         return (fake_copy.callee, in_place_of_forward(model, compile_module(model, repeated)),
                 repeated)
@@ -283,7 +306,7 @@ class _Recorder:
         self.again = _Again()
         self.running_block: Callable[[], str] = lambda: ""
         """Name of the block that is running; empty if the whole model is compiled."""
-        self._calls: list[Callable[..., Any]] = []
+        self.graphs: list[TracedGraph] = []
 
     def __call__(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         # The graphs' tensors keep their functions alive by way of autograd, and the recorder keeps
@@ -304,31 +327,38 @@ class _Recorder:
             region = RecordedRegion(
                 joint if planned == device else on_device(joint, planned),
                 num_fwd_outputs)
-            return stub_graphs(joint, num_fwd_outputs)
+            cotangents, results = region.cotangents, StubResults(
+                joint, num_fwd_outputs, mode, device)
 
-        def forward(graph: fx.GraphModule, _: object) -> Callable[..., Any]:
-            return boxed(results_of(graph, mode, device))
-
-        def backward(graph: fx.GraphModule, _: object) -> Callable[..., Any]:
-            make = results_of(graph, mode, device)
-            assert region is not None
-            count = count_cotangents(region.joint)
-
-            def run(args: list[Any]) -> list[Any]:
-                first = len(args) - count
+            def run_backward(given: list[Any]) -> list[Any]:
                 if again.tracker is None:
-                    region.cotangents.append(tuple(value is not None for value in args[first:]))
-                    return make(args)
+                    cotangents.append(tuple(value is not None for value in given))
+                    return results.gradients()
                 number = open_calls.pop()
-                again.tracker.begin_backward(number, args[first:])
+                again.tracker.begin_backward(number, given)
+                given.clear()
                 try:
-                    gradients = make(args)
+                    gradients = results.gradients()
                 finally:
                     again.tracker.end_region()
                 again.tracker.watch_gradients(number, gradients)
                 return gradients
 
-            return boxed(run)
+            def run_forward(args: list[Any]) -> tuple[list[Any], torch.Tensor]:
+                args.clear()
+                return results.outputs(), carrier_of(run_backward)
+
+            region.forward = run_forward
+            return stub_graphs_of(joint, num_fwd_outputs)
+
+        def forward(graph: fx.GraphModule, _: object) -> Callable[..., Any]:
+            if region is not None:
+                return stub_forward(graph, region)
+            results = StubResults(graph, None, mode, device)
+            return boxed(lambda args: results.outputs())
+
+        def backward(graph: fx.GraphModule, _: object) -> Callable[..., Any]:
+            return stub_backward(graph)
 
         compiled = self.make_backend(partition, forward, backward)(module, list(inputs))
 
@@ -363,8 +393,10 @@ class _Recorder:
             tracker.watch_outputs(number, pytree.tree_leaves(outputs))
             return outputs
 
-        self._calls.append(call)
-        return weakly(call)
+        graph = TracedGraph(
+            region, names_in_model(self.model, inputs), branches, compiled, call)
+        self.graphs.append(graph)
+        return weakly(graph)
 
     def make_buffer(self, size_bytes: int, kind: BufferKind) -> torch.Tensor:
         """Allocate a buffer of the wrapper."""
@@ -376,7 +408,7 @@ class _Recorder:
 def record_training_step(
     fake_copy: FakeCopy, loss_fn: LossFn | None, workspace: Workspace, blocks: Sequence[str], *,
     compiled: bool, wrapper: Wrapper | None = None, holds_output: bool = True,
-    captures_rest: bool = False,
+    captures_rest: bool = False, keeps_code: bool = False,
 ) -> tuple[Recording, object]:
     """One captured step of the fake copy (see `record_step`), and what its forward returned.
     `holds_output`: the caller keeps the output alive until the backward ends.
@@ -401,7 +433,7 @@ def record_training_step(
             return goal, wrapper.finish()
 
         return record_step(fake_copy, run, workspace, blocks, wrapper, compiled=compiled,
-                           captures_rest=captures_rest), outputs[0]
+                           captures_rest=captures_rest, keeps_code=keeps_code), outputs[0]
 
     chosen = record()
     first = chosen[0]

@@ -1,15 +1,16 @@
-"""Stub graphs that replace the compiled forward and backward of a joint graph while its step is
-recorded.
+"""A compiled graph in whose place other code runs, exchanged without tracing.
 
-They contain only the inputs, the outputs and the saved values, computed by placeholder ops, since
-AOTAutograd reads nothing else.  Calls return results of the right shapes and save what an unplanned
-step would.
+AOTAutograd gets a forward and a backward that stand for any: the forward returns, in the place of
+the tensors that are saved, one empty tensor that carries what the backward is to run.  While a step
+is recorded they make results of the right shapes; under a plan they run its schedule.
+
+Blind spot: hooks for saved tensors see the empty tensor.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import fx
@@ -19,84 +20,123 @@ from planner._graph_capture.fake_copies.storage_less import (
     storage_less_storage,
     storage_less_tensor,
 )
-from planner._graph_capture.joint_graph.joint import is_cotangent
-from planner._graph_capture.joint_graph.walks import ancestors, descendants, sources
+from planner._graph_capture.joint_graph.joint import is_cotangent, primals_of
 from planner._graph_capture.torch_compat import (
     TorchDispatchMode,
+    boxed,
+    copied_module,
     no_active_modes,
     split_joint_graph,
 )
 
+_CARRIED = "_checkpoint_planner_saved"
+_CARRIER = "checkpoint_planner_carrier"
 
-def stub_graphs(joint: fx.GraphModule, num_forward_outputs: int
-                  ) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """Stub forward and backward with the inputs and outputs of the joint graph; they save all that
-    the backward reads."""
-    outputs: list[Any] = list(joint.graph.output_node().args[0])
-    crosses = dict.fromkeys(crossing(joint, num_forward_outputs))
-    read = sources((value for value in outputs[num_forward_outputs:]
-                    if isinstance(value, fx.Node)), crosses.__contains__)
-    saved = [node for node in crosses if node in read]
-    graph = fx.Graph()
-    copies: dict[fx.Node, fx.Node] = {
-        node: graph.node_copy(node) for node in joint.graph.find_nodes(op="placeholder")}
-    cotangents = [copy for node, copy in copies.items() if is_cotangent(node)]
-
-    def make(node: fx.Node, *sources: fx.Node) -> None:
-        if node not in copies:
-            copies[node] = graph.create_node("call_function", _placeholder, sources, name=node.name)
-            copies[node].meta = node.meta
-
-    for value in (*outputs[:num_forward_outputs], *saved):
-        if isinstance(value, fx.Node):
-            make(value)
-    crossed = [copies[node] for node in saved]
-    all_read = graph.call_function(_placeholder, (*crossed, *cotangents))
-    for value in outputs[num_forward_outputs:]:
-        if isinstance(value, fx.Node):
-            make(value, all_read)
-    output = graph.output([copies[value] if isinstance(value, fx.Node) else value
-                           for value in outputs])
-    output.meta = dict(joint.graph.output_node().meta)
-    return split_joint_graph(fx.GraphModule(joint, graph), crossed, num_forward_outputs)
+RunBackward = Callable[[list[Any]], Any]
+"""A backward of its cotangents, a list that it empties."""
 
 
-def _placeholder(*_: object) -> None:
+class Exchangeable(Protocol):
+    """Code that runs in the place of a compiled graph."""
+
+    def forward(self, args: list[Any]) -> tuple[Sequence[Any], torch.Tensor]:
+        """Outputs of the forward, and the tensor that carries its backward."""
+
+
+def carrier_of(backward: RunBackward) -> torch.Tensor:
+    """A tensor that carries a backward."""
+    carrier = torch.empty(0)
+    setattr(carrier, _CARRIED, backward)
+    return carrier
+
+
+def _gradients(*args: object) -> Any:
     """Placeholder op of a stub graph; never executed."""
+    raise AssertionError("a stub graph is not run")
 
 
-def crossing(joint: fx.GraphModule, num_forward_outputs: int) -> list[fx.Node]:
-    """Values of the forward that the backward of an unplanned step would save."""
-    dependent = descendants(filter(is_cotangent, joint.graph.find_nodes(op="placeholder")))
-    needed = ancestors(n for n in joint.graph.output_node().args[0][:num_forward_outputs]
-                       if isinstance(n, fx.Node))
-    return [
-        node for node in joint.graph.nodes
-        if node not in dependent and node.op != "output"
-        and isinstance(node.meta.get("val"), torch.Tensor)
-        and (node in needed or node.op == "placeholder")
-    ]
+def stub_graphs_of(joint: fx.GraphModule, num_outputs: int
+                   ) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """Forward and backward for AOTAutograd, between which one tensor crosses over."""
+    module = copied_module(joint, joint.graph)
+    graph = module.graph
+    tensor: Any = next(node.meta["val"] for node in primals_of(module)
+                       if isinstance(node.meta["val"], torch.Tensor))
+    output = graph.output_node()
+    returned = list(output.args[0])
+    with graph.inserting_before(output):
+        carrier = graph.create_node(
+            "call_function", torch.ops.aten.empty.memory_format, ([0],), {}, name=_CARRIER)
+        with tensor.fake_mode:
+            carrier.meta["val"] = torch.empty(0)
+        tangents = [node for node in graph.find_nodes(op="placeholder") if is_cotangent(node)]
+        whole = graph.call_function(_gradients, (carrier, *tangents))
+        whole.meta["val"] = None
+        for place in range(num_outputs, len(returned)):
+            if isinstance(returned[place], fx.Node):
+                stub = graph.call_function(_gradients, (whole, place))
+                stub.meta = {"val": returned[place].meta.get("val")}
+                returned[place] = stub
+    output.args = (returned,)
+    graph.eliminate_dead_code()
+    return split_joint_graph(module, [carrier], num_outputs)
 
 
-def results_of(graph: fx.GraphModule, mode: TorchDispatchMode, device: torch.device
-                ) -> Callable[[list[Any]], list[Any]]:
-    """A function that returns new tensors of the fake copy's kind, like the graph's outputs, with
-    unknown values."""
-    returned = graph.graph.output_node().args[0]
-    values = [item.meta.get("val") if isinstance(item, fx.Node) else item for item in returned]
+def stub_forward(graph: fx.GraphModule, target: Exchangeable) -> Callable[[list[Any]], Any]:
+    """What AOTAutograd calls as this forward, of the graphs of `stub_graphs_of`."""
+    inputs = [node.name for node in graph.graph.find_nodes(op="placeholder")]
+    outputs = [getattr(node, "name", None) for node in graph.graph.output_node().args[0]]
+    # It saves the symbols among its inputs that are sizes of cotangents.
+    symbols = [inputs.index(name) for name in outputs[outputs.index(_CARRIER) + 1:]]
 
-    def new_tensor(like: torch.Tensor) -> torch.Tensor:
-        if isinstance(mode, StorageLessMode):
+    def run(args: list[Any]) -> Any:
+        sizes = [args[place] for place in symbols]
+        results, carrier = target.forward(args)
+        return (*results, carrier, *sizes)
+
+    return boxed(run)
+
+
+def stub_backward(graph: fx.GraphModule) -> Callable[[list[Any]], Any]:
+    """What AOTAutograd calls as this backward, of the graphs of `stub_graphs_of`."""
+    given = graph.graph.find_nodes(op="placeholder")
+    count = sum(map(is_cotangent, given))
+    place = next(place for place, node in enumerate(given) if node.name == _CARRIER)
+
+    def run(args: list[Any]) -> Any:
+        cotangents, carrier = args[len(args) - count:], args[place]
+        args.clear()
+        return getattr(carrier, _CARRIED)(cotangents)
+
+    return boxed(run)
+
+
+class StubResults:
+    """Stands for a joint graph with new tensors of the fake copy's kind, with unknown values."""
+
+    def __init__(self, joint: fx.GraphModule, num_outputs: int | None, mode: TorchDispatchMode,
+                 device: torch.device) -> None:
+        """`num_outputs`: those of the forward; `None`: all are."""
+        values = [node.meta.get("val") if isinstance(node, fx.Node) else node
+                  for node in joint.graph.output_node().args[0]]
+        self._outputs, self._gradients = values[:num_outputs], values[num_outputs:]
+        self._mode, self._device = mode, device
+
+    def outputs(self) -> list[Any]:
+        """Outputs of the forward."""
+        return [*map(self._made, self._outputs)]
+
+    def gradients(self) -> list[Any]:
+        """Results of the backward."""
+        return [*map(self._made, self._gradients)]
+
+    def _made(self, like: Any) -> Any:
+        if not isinstance(like, torch.Tensor):
+            return like
+        if isinstance(self._mode, StorageLessMode):
             with no_active_modes():
                 return storage_less_tensor(
-                    like, storage_less_storage(like.untyped_storage().nbytes())
-                )
-        with mode:
+                    like, storage_less_storage(like.untyped_storage().nbytes()))
+        with self._mode:
             return torch.empty_strided(
-                like.shape, like.stride(), dtype=like.dtype, device=device)
-
-    def make(args: list[Any]) -> list[Any]:
-        args.clear()
-        return [new_tensor(v) if isinstance(v, torch.Tensor) else v for v in values]
-
-    return make
+                like.shape, like.stride(), dtype=like.dtype, device=self._device)

@@ -26,7 +26,7 @@ from torch import nn
 
 from planner._graph_capture.errors import CaptureError, DataDependentValue
 from planner._graph_capture.fake_copies.fake import FakeCopier, FakeCopy, fake_copy_by
-from planner._graph_capture.memory.sparse import MAKE_SPARSE, is_sparse, run_sparse
+from planner._graph_capture.memory.sparse import MAKE_SPARSE, is_sparse, leaves_of, run_sparse
 from planner._graph_capture.torch_compat import (
     KNOWN_BYTES,
     FakeTensor,
@@ -196,11 +196,11 @@ class StorageLessMode(TorchDispatchMode):
             raise CaptureError(f"cannot trace the higher-order op {func} without data")
         if func.is_view or torch.Tag.inplace_view in func.tags:
             return func(*args, **kwargs)  # touches no data
-        if func is MAKE_SPARSE or any(map(is_sparse, pytree.tree_leaves((args, kwargs)))):
+        leaves = leaves_of((args, kwargs))
+        if func is MAKE_SPARSE or any(map(is_sparse, leaves)):
             return run_sparse(func, args, dict(kwargs), self._known, _without_data)
         known = not self._nothing_is_known and all(
-            self._known(leaf) for leaf in pytree.tree_leaves((args, kwargs))
-            if isinstance(leaf, torch.Tensor))
+            self._known(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor))
         if func in VALUE_OPS:
             if self._answers is not None:
                 return self._answer_of(func, args)

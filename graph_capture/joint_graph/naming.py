@@ -12,9 +12,10 @@ from __future__ import annotations
 import hashlib
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import PurePath
+from typing import Any
 
 import torch
 from torch import fx, nn
@@ -48,6 +49,13 @@ def module_of(node: fx.Node) -> str:
         return ""
     path, _ = next(reversed(stack.values()))
     return _plain_path(path)
+
+
+def names_in_model(model: nn.Module, values: Sequence[Any]) -> list[str | None]:
+    """Return the name of each value that is a parameter or buffer of the model, else `None`."""
+    names = {id(tensor): name for name, tensor in
+             (*model.named_parameters(), *model.named_buffers())}
+    return [names.get(id(value)) for value in values]
 
 
 def name_modules(captured: fx.GraphModule, root: nn.Module) -> None:

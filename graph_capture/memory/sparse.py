@@ -35,11 +35,25 @@ def is_sparse(value: object) -> bool:
     return isinstance(value, torch.Tensor) and value.layout is torch.sparse_coo
 
 
+_LEAVES = frozenset({int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout,
+                     torch.memory_format})
+
+
+def leaves_of(tree: Any) -> list[Any]:
+    """The leaves of a pytree; for the arguments of an op several times faster than torch's."""
+    kind = type(tree)
+    if kind is tuple or kind is list:
+        return [leaf for each in tree for leaf in leaves_of(each)]
+    if kind is dict:
+        return [leaf for each in tree.values() for leaf in leaves_of(each)]
+    return [tree] if kind in _LEAVES or isinstance(tree, torch.Tensor) else pytree.tree_leaves(tree)
+
+
 def strided_tensors(tree: Any) -> list[torch.Tensor]:
     """The tensors of a tree that have a storage: values and indices in place of a sparse tensor,
     the inner tensors in place of a wrapper subclass."""
     found: list[torch.Tensor] = []
-    for leaf in pytree.tree_leaves(tree):
+    for leaf in leaves_of(tree):
         if is_sparse(leaf):
             with no_active_modes():
                 found += (leaf._values(), leaf._indices())

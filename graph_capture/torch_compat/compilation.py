@@ -34,6 +34,7 @@ from torch._dynamo.types import FrameAction, FrameExecStrategy
 from torch._dynamo.variables.tensor import TensorVariable
 from torch._functorch.compile_utils import fx_graph_cse
 from torch._functorch.partitioners import _extract_fwd_bwd_modules
+from torch._guards import TracingContext
 from torch._ops import HigherOrderOperator as HigherOrderOperator
 from torch._ops import OpOverload as OpOverload
 from torch.fx.graph import CodeGen
@@ -70,7 +71,16 @@ def aot_backend(partition: PartitionFunction, forward_compiler: Callable[..., An
                 backward_compiler: Callable[..., Any]) -> Callable[..., Any]:
     """A Dynamo backend that runs AOTAutograd with this partitioner and these compilers, without
     decompositions."""
-    compiled = aot_autograd(fw_compiler=forward_compiler, bw_compiler=backward_compiler,
+
+    def for_any_backward(graph: fx.GraphModule, inputs: Sequence[Any]) -> Any:
+        # torch refuses `retain_graph=True` after a backward without it unless this is a list.
+        context = TracingContext.try_get()
+        metadata = None if context is None else context.fw_metadata
+        if metadata is not None and metadata.bw_donated_idxs is None:
+            metadata.bw_donated_idxs = []
+        return backward_compiler(graph, inputs)
+
+    compiled = aot_autograd(fw_compiler=forward_compiler, bw_compiler=for_any_backward,
                             inference_compiler=forward_compiler, partition_fn=partition)
 
     def backend(module: fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Any:

@@ -47,6 +47,7 @@ REQUIRED: dict[str, tuple[str, ...]] = {
              "patch"),
         "torch._functorch.partitioners._extract_fwd_bwd_modules("
         "joint, saved, sizes, num_fwd_outputs=)",
+        "torch._guards.TracingContext.try_get()",
         *_of("torch._ops", "HigherOrderOperator", "OpOverload"),
         "torch.fx.graph.CodeGen.gen_fn_def(self, variables, annotation, expanded_def=)",
         *_of("torch.nn.Module", "_call_impl", "_compiled_call_impl"),

@@ -37,6 +37,7 @@ from planner._graph_capture.completed import (
     with_seen_loss,
 )
 from planner._graph_capture.dynamo.blocks import REPEATED_BLOCKS, WHOLE_MODEL, has_repeated_blocks
+from planner._graph_capture.dynamo.traced_code import TracedCode
 from planner._graph_capture.errors import CaptureError, DataDependentValue
 from planner._graph_capture.fake_copies.data_dependent_values import data_dependent_values
 from planner._graph_capture.fake_copies.own_containers import in_own_containers
@@ -141,7 +142,8 @@ class GraphPlanner:
             try:
                 self._step = capture_call(model, args, kwargs, planning, report,
                                           unknown_loss=unknown, probe_headroom=headroom,
-                                          symbolic=self._symbolic, early=early)
+                                          symbolic=self._symbolic, early=early,
+                                          keeps_code=self._symbolic is None and self.is_alone)
             except DataDependentValue:
                 own_args, own_kwargs = in_own_containers(model, (args, kwargs))
                 answers = data_dependent_values(
@@ -160,6 +162,7 @@ class GraphPlanner:
         if self._parallel is None and wrapping_data_parallel() is not None:
             # DDP's buckets, in addition to the gradients.
             held_bytes += sum(p.nbytes for p in model.parameters() if p.requires_grad)
+        self._code = self._step.code
         self._step = with_held(self._step.without_recording(), held_bytes)
         self._tensors, self._inputs = tensor_keys(model), describe_inputs(args, kwargs)
         check_same_model(model, self._tensors, group_of(model))
@@ -289,6 +292,11 @@ class GraphPlanner:
     def own_tensors(self) -> list[torch.Tensor]:
         """The tensors that the captured step counts and that are still alive."""
         return [*self._step.tracing.fake_copy.fake_of]
+
+    def take_code(self) -> TracedCode | None:
+        """What was compiled for capture, once."""
+        code, self._code = self._code, None
+        return code
 
     @property
     def is_alone(self) -> bool:

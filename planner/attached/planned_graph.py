@@ -74,7 +74,7 @@ class PlannedGraph:
             return
         self.code = code = code_of(module, plan.sized_spec)
         if isinstance(code, PlannedCode):
-            code.make_exchangeable()
+            code.make_exchangeable(None if self.planner is None else self.planner.take_code())
         if isinstance(code, PlannedBlocks):
             code.fall_back(with_least_memory, may_vary=self.may_skip)
         else:

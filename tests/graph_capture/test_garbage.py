@@ -5,7 +5,7 @@ import gc
 import pytest
 
 import planner
-from planner._graph_capture.garbage import fewer_collections
+from planner._graph_capture.garbage import fewer_collections, give_back_freed_memory
 from tests.support.models import BUILDERS
 
 
@@ -28,3 +28,10 @@ def test_less_often_and_as_before_afterwards(before, within):
         assert gc.get_threshold() == before
     finally:
         gc.set_threshold(*found)
+
+
+def test_memory_that_was_freed_is_given_back_while_what_is_held_stays():
+    held = [bytes([index % 256]) * 4_000 for index in range(5_000)]
+    del held[::2]
+    give_back_freed_memory()
+    assert all(each == bytes([(2 * index + 1) % 256]) * 4_000 for index, each in enumerate(held))
