@@ -5,8 +5,9 @@
 
 `nf4`: Llama of transformers, 256 wide, batch 4 x 256 tokens, LoRA of rank 8; steps of forward, loss
 and backward, in turns in one process.  Peaks are allocator events above resident memory.
-`in_backward`: 4 layers, 128 wide; peaks of the whole third step with AdamW or SGD, with resident
-memory; in each row the plans are the smallest that are found.  Needs bitsandbytes and peft.
+`in_backward`: 4 layers, 128 wide, batch 4 x 64 tokens or 4 images of 32 x 32; peaks of the whole
+third step, with resident memory; planned steps are the smallest that are found.  Needs
+bitsandbytes and peft.
 """
 
 from __future__ import annotations
@@ -139,17 +140,18 @@ def loop_peak_bytes(workload: Workload, model: nn.Module, optimizer: str, *, ear
     return peak + storage_bytes([*model.parameters(), *model.buffers(), *inputs])
 
 
-def in_backward(names: Sequence[str], time_limit: float) -> None:
+def in_backward(names: Sequence[str], optimizers: Sequence[str], time_limit: float) -> None:
     """Print the smallest peaks of training loops with steps at the end and in the backward."""
     table = Table("model:<6", "optimizer:<10", *(
         f"{step}, {kind}:8.3f" for step in ("plain, at the end", "plain, in the backward",
                                             "planned, at the end", "planned, in the backward")
         for kind in ("measured MB", "predicted MB")))
-    builders = {"gpt2": partial(models.gpt2, width=128, dropout=0.0),
-                "llama": partial(models.llama, width=128, inside=384),
-                "vit": partial(models.vit, width=128)}
+    text = {"batch": 4, "sequence": 64, "width": 128}
+    builders = {"gpt2": partial(models.gpt2, dropout=0.0, **text),
+                "llama": partial(models.llama, inside=384, **text),
+                "vit": partial(models.vit, width=128, batch=4, image=32)}
     for name in names:
-        for optimizer in OPTIMIZERS:
+        for optimizer in optimizers:
             cells: list[float] = []
             for is_planned in (False, True):
                 for early in (False, True):
@@ -172,12 +174,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = benchmark_parser("fine_tuning", __doc__, models=("gpt2", "llama", "vit"),
                               known=("gpt2", "llama", "vit"), rounds=5, threads=1, time_limit=10)
     add_names(parser, "--table", TABLES)
+    add_names(parser, "--optimizer", OPTIMIZERS)
     add_numbers(parser, "--layers", (4, 12), "of the quantized model")
     arguments = parse(parser, argv)
     if "nf4" in arguments.table:
         nf4(arguments.layers, arguments.rounds, arguments.time_limit)
     if "in_backward" in arguments.table:
-        in_backward(arguments.model, arguments.time_limit)
+        in_backward(arguments.model, arguments.optimizer, arguments.time_limit)
     return 0
 
 
