@@ -13,9 +13,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 import planner
-from tests.planner.test_quantized_libraries import four_bit, int8
 from tests.support.measured_loops import MeasuredLoop, MeasuredTraining
 from tests.support.models import llama
+from tests.support.quantized import four_bit, int8
 
 pytest.importorskip("accelerate", reason="the Trainer of transformers needs accelerate")
 transformers = pytest.importorskip("transformers")
