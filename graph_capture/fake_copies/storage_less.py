@@ -44,6 +44,7 @@ from planner._graph_capture.torch_compat import (
     storage_at,
     storage_key,
 )
+from planner._graph_capture.torch_compat.dispatch import as_composed, may_copy
 
 _EMPTY = frozenset({
     torch.ops.aten.empty.memory_format, torch.ops.aten.empty_like.default,
@@ -194,6 +195,9 @@ class StorageLessMode(TorchDispatchMode):
         kwargs = kwargs or {}
         if not isinstance(func, OpOverload):
             raise CaptureError(f"cannot trace the higher-order op {func} without data")
+        if may_copy(func):
+            with self:
+                return as_composed(func)(*args, **kwargs)
         if func.is_view or torch.Tag.inplace_view in func.tags:
             return func(*args, **kwargs)  # touches no data
         leaves = leaves_of((args, kwargs))

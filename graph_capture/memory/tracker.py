@@ -36,6 +36,7 @@ from planner._graph_capture.torch_compat import (
     schema_of,
     storage_key,
 )
+from planner._graph_capture.torch_compat.dispatch import as_composed, may_copy
 from planner._graph_capture.training_graph import BufferKind
 
 Workspace = Callable[[OpOverload, tuple[Any, ...], Mapping[str, Any], Any], int]
@@ -170,6 +171,9 @@ class MemoryTracker(TorchDispatchMode):
             func = torch.ops.aten.add_.Tensor
         if not isinstance(func, OpOverload):
             return func(*args, **kwargs)
+        if may_copy(func):
+            with self:
+                return as_composed(func)(*args, **kwargs)
         begun = len(self._events)
         self._running = (str(func.overloadpacket), self._module_of_op())
         out = func(*args, **kwargs)

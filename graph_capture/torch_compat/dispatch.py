@@ -103,6 +103,15 @@ def as_composed(op: OpOverload) -> Callable[..., Any]:
     return functools.partial(op._op_dk, torch._C.DispatchKey.CompositeImplicitAutograd)
 
 
+def may_copy(op: OpOverload) -> bool:
+    """True if an op returns a view or a copy, as `to` and `reshape` do.
+
+    Autograd composes it from others; a mode sees it as one op inside a subclass's
+    `__torch_dispatch__`.
+    """
+    return op.is_view and has_kernel(op, "CompositeImplicitAutograd")
+
+
 def beneath_autocast() -> Any:
     """Inside, autocast does not change the arguments of ops."""
     return torch._C._ExcludeDispatchKeyGuard(

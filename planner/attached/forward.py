@@ -501,7 +501,7 @@ class PlanningForward(ObservingForward):
             self._planning_seconds += time.monotonic() - started
 
     def _words(self, known: Known) -> str:
-        if self.settings.planning.optimizer is not None:
+        if self.settings.planning.optimizer is not None and known.optimizers is None:
             return ""
         names = [type(found).__name__ for each in known.optimizers or ()
                  if (found := each()) is not None]

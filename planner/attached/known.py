@@ -473,7 +473,7 @@ class GraphPlanner:
             step = with_output_let_go(step, [
                 max(until, each.until, key=[*Until].index)
                 for until, each in zip(lives, step.outputs, strict=True)])
-        if planning.optimizer is None:
+        if planning.optimizer is None or known.optimizers:
             alive = tuple(found for each in known.optimizers or () if (found := each()) is not None)
             step = with_optimizer(step, assumed_optimizer or alive or None)
         if known.defers_reduction and parallel is not None:

@@ -28,6 +28,7 @@ from planner._graph_capture.module_forward import (
     own_forward,
     set_forward,
 )
+from planner._graph_capture.optimizer.named import instances
 from planner._graph_capture.output_tensors import output_tensors
 from planner._graph_capture.plain_step.observed_loss import LossWatch
 from planner._graph_capture.torch_compat import pytree, running_node_number
@@ -304,11 +305,15 @@ class ObservingForward(CountingForward):
 
     @property
     def _stepping(self) -> tuple[ref[Optimizer], ...] | None:
-        """The optimizers that have stepped; `None` if not known, or if the user gave one."""
-        if self.settings.planning.optimizer is not None:
-            return None
-        alive = tuple(each for each in self._optimizers if each() is not None)
-        return alive or None
+        """The optimizers that have stepped; `None` if not known, or if they are those that the user
+        gave."""
+        given = self.settings.planning.optimizer
+        found = tuple(each for each in self._optimizers if each() is not None)
+        if given is not None:
+            named = instances(given)
+            if named is None or all(each() in named for each in found):
+                return None
+        return found or None
 
     def stepping(self, optimizer: Optimizer) -> None:
         """Record an optimizer if it steps this model's parameters."""

@@ -119,6 +119,28 @@ def test_within_the_peak_of_the_plain_step(kind: str) -> None:
     assert planner.status(model).steps == planner.status(model).planned_steps == 3
 
 
+class Idle(torch.optim.Optimizer):
+    """A trainer's optimizer where hooks of the parameters make the steps."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {})
+
+    def step(self, closure: Any = None) -> None:
+        pass
+
+
+def test_state_of_hooks_counts_beside_a_given_optimizer() -> None:
+    limit = planner.memory(made(), batch(), optimizer="adamw",
+                           optimizer_in_backward=True).peak_bytes
+    model, _ = hooked(made(), "adamw")
+    idle = Idle(model.parameters())
+    planner.within(model, limit, optimizer=idle)
+    measured = peak(model, idle.step)
+    plan = planner.plan_of(model)
+    assert plan is not None and measured <= plan.peak_bytes - plan.resident_bytes + 64
+    assert plan.memory["optimizer"] >= 2 * plan.memory["parameters"]
+
+
 def test_hooks_that_keep_gradients_are_seen() -> None:
     model = made()
     seen: list[float] = []

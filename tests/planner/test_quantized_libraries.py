@@ -12,22 +12,9 @@ from planner._graph_capture.memory.allocator import record_peak
 from planner._graph_capture.memory.sparse import strided_tensors
 from planner._graph_capture.op_costs.costs import OpCosts
 from planner._graph_capture.optimizer.step import trace_optimizer
+from tests.support.quantized import four_bit, int8
 
 pytestmark = pytest.mark.filterwarnings("default")  # which both libraries raise
-
-
-def four_bit(linear):
-    bnb = pytest.importorskip("bitsandbytes")
-    packed = bnb.nn.Linear4bit(linear.in_features, linear.out_features, bias=False,
-                               compute_dtype=torch.float32, quant_type="nf4")
-    packed.weight = bnb.nn.Params4bit(linear.weight.data, requires_grad=False, quant_type="nf4")
-    return packed.to("cpu")
-
-
-def int8(linear):
-    quantization = pytest.importorskip("torchao.quantization")
-    quantization.quantize_(linear, quantization.Int8WeightOnlyConfig())
-    return linear
 
 
 class Block(nn.Module):

@@ -12,6 +12,7 @@ from torch import nn
 
 import planner
 from planner._graph_capture.memory.allocator import begin_stage, record_stages
+from planner._graph_capture.memory.sparse import strided_tensors
 
 
 @dataclass
@@ -22,6 +23,8 @@ class MeasuredLoop:
     losses: list[float] = field(default_factory=list)
     peaks: list[int] = field(default_factory=list)
     """Peak of each step, with parameters and buffers."""
+    own: list[torch.Tensor] = field(default_factory=list)
+    """Further tensors of the model, such as the scales of quantized weights."""
     _is_step: list[bool] = field(default_factory=lambda: [False])
 
     def begin_step(self) -> None:
@@ -52,8 +55,8 @@ class MeasuredLoop:
             records = record_stages([train])
         finally:
             gc.enable()
-        tensors = {tensor.data_ptr(): tensor.nbytes
-                   for tensor in (*self.model.parameters(), *self.model.buffers())}
+        tensors = {tensor.data_ptr(): tensor.nbytes for tensor in strided_tensors([
+            *self.model.parameters(), *self.model.buffers(), *self.own])}
         self.peaks = [sum(tensors.values()) + record.peak_bytes for record, is_step
                       in zip(records, self._is_step, strict=True) if is_step]
 
