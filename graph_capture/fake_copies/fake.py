@@ -285,7 +285,8 @@ class FakeCopier(TorchFunctionMode):
                 "model that has no memory, so take such objects out of the model, or give their "
                 "class a `__deepcopy__` that returns the object itself") from error
         for module in copied.modules():
-            hooks = (value for name, value in vars(module).items() if name.endswith("_hooks"))
+            hooks = (value for name, value in vars(module).items()
+                     if name.endswith("_hooks") and isinstance(value, dict))
             for functions in (vars(module), *hooks):
                 _rebind(functions, self.memo)
         return copied
