@@ -31,6 +31,7 @@ from torch._dynamo.exc import TorchDynamoException as TorchDynamoException
 from torch._dynamo.exc import unimplemented
 from torch._dynamo.symbolic_convert import InstructionTranslatorBase
 from torch._dynamo.types import FrameAction, FrameExecStrategy
+from torch._dynamo.variables.lists import TupleVariable
 from torch._dynamo.variables.tensor import TensorVariable
 from torch._functorch.compile_utils import fx_graph_cse
 from torch._functorch.partitioners import _extract_fwd_bwd_modules
@@ -163,9 +164,10 @@ _plain_assign = TensorVariable.method___setitem__
 
 def _assign(tensor: Any, translator: Any, key: Any, value: Any) -> Any:
     """Dynamo's `tensor[key] = value`."""
-    keys = getattr(key, "items", [key])
-    if getattr(value, "requires_grad", False) and any(
-            getattr(each, "dtype", None) in (torch.bool, torch.uint8) for each in keys):
+    keys = key.items if isinstance(key, TupleVariable) else [key]
+    if isinstance(value, TensorVariable) and value.requires_grad and any(
+            isinstance(each, TensorVariable) and each.dtype in (torch.bool, torch.uint8)
+            for each in keys):
         unimplemented(gb_type="Assignment by a mask", context="", hints=[], explanation=(
             "The backward selects by the mask, and the size of a selection depends on values."))
     return _plain_assign(tensor, translator, key, value)
