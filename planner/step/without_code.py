@@ -68,11 +68,10 @@ def bound_without_code(variant: Variant, schedule: Schedule, *, is_ordered: bool
         row[instance.birth] += graph.buffers[instance.storage].size_bytes
         row[death + 1] -= graph.buffers[instance.storage].size_bytes
     memory = {kind: list(accumulate(row[:-1])) for kind, row in levels.items()}
+    temporaries = memory[BufferKind.TEMPORARY]
+    for position, column in enumerate(zip(*memory.values(), strict=True)):
+        temporaries[position] += int(_MARGIN * sum(column))
     whole = [sum(column) for column in zip(*memory.values(), strict=True)]
-    margins = [int(_MARGIN * level) for level in whole]
-    whole, temporaries = (list(map(sum, zip(row, margins, strict=True)))
-                          for row in (whole, memory[BufferKind.TEMPORARY]))
-    memory[BufferKind.TEMPORARY] = temporaries
     peak_bytes = max(whole)
     fullest = whole.index(peak_bytes)
     return CompiledStep(
