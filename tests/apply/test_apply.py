@@ -62,6 +62,7 @@ def test_a_planned_step_gives_the_same_numbers_within_its_budget(name, share):
     assert measured == pytest.approx(predicted, rel=0.02 if name in CONVOLUTIONAL else 0.005)
     if plan.budget_bytes is not None:
         assert measured + plan.resident_bytes <= plan.budget_bytes
+    assert owner.plan_at(None).peak_bytes <= 1.001 * plan.baseline_peak_bytes
 
 
 @pytest.mark.parametrize("name", ["dropout_everywhere", "resnet"])
