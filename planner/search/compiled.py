@@ -37,7 +37,8 @@ _WORTH_GENERATING = 1.3
 """The default's code is not generated if the problem's breakdown is more than this multiple of the
 budget."""
 _NO_LESS = 0.95
-"""Variants of nearly the same least memory, by the problem's breakdown, are both tried."""
+"""If the two variants of the least memory, by the problem's breakdown, use nearly the same, both are
+tried."""
 
 
 def plan_compiled(prepared: PreparedStep, budget_bytes: int | None, effort: Effort) -> Plan:
@@ -94,9 +95,9 @@ def _searches(prepared: PreparedStep, effort: Effort) -> list[CompiledSearch]:
 
 def _smallest(searches: Sequence[CompiledSearch], net_bytes: int = 0
               ) -> tuple[CompiledSearch, Candidate]:
-    """Like `CompiledSearch.smallest`, over all variants that may use the least memory by the
+    """Like `CompiledSearch.smallest`, over the two variants that may use the least memory by the
     problem's breakdown; also returns the search that found the candidate."""
-    searches = sorted(searches, key=lambda search: search.least[0])
+    searches = sorted(searches, key=lambda search: search.least[0])[:2]
     tried: list[tuple[CompiledSearch, Candidate]] = []
     for search in searches:
         if not tried or (tried[0][1].peak_bytes > net_bytes
