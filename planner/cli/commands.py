@@ -218,9 +218,9 @@ class HoldOutput(StrEnum):
 
 
 @command(planning=("optimizer", "accumulation", "device", "gpu", "probe", "autocast",
-                   "budget_of", "optimizer_in_backward"))
+                   "optimizer_in_backward"))
 def memory(
-    target: TargetOptions, planning: Planning, ranks: RankOptions, budget: Budget = None,
+    target: TargetOptions, planning: Planning, ranks: RankOptions,
     plan_path: Annotated[Path | None, typer.Option(
         "--plan", metavar="PLAN.json", help="Count forward and backward as this plan has them.")
     ] = None,
@@ -238,21 +238,14 @@ def memory(
         "--drop-output", help="The caller keeps only the loss, not the output.")] = False,
     load_state_dict: Annotated[bool, typer.Option(
         "--load-state-dict", help="Parameters come from a state dict on the device.")] = False,
-    snapshot: Annotated[Path | None, typer.Option(
-        "--snapshot", metavar="FILE", help="Save a snapshot for pytorch.org/memory_viz.")] = None,
     json: Json = False,
 ) -> None:
-    """Print the memory of a training loop of TARGET by phase, and check it against a budget."""
-    from planner.arguments.budget import absolute_budget
+    """Print the memory of a training loop of TARGET by phase."""
     from planner.cli.target import load_target
     from planner.plans.file import load
     from planner.reporters.memory_table import memory_report
-    from planner.training_loop.budget_check import check_budget
     from planner.training_loop.memory import memory as predict
 
-    limit = None if budget is None else absolute_budget(
-        None, budget, "which is what this command tells")
-    check_writable(snapshot)
     plan = None if plan_path is None else load(plan_path)
     model, example, loss_fn = load_target(target, device="meta")
     report = predict(
@@ -262,11 +255,7 @@ def memory(
         hold_output=not drop_output and hold_output.value, load_state_dict=load_state_dict,
         parallel=ranks.settings(), device=planning.device, gpu=planning.gpu,
         probe=planning.probe, optimizer_in_backward=planning.optimizer_in_backward)
-    if snapshot is not None:
-        report.save_snapshot(snapshot)
     print_result(report, memory_report, json=json)
-    if limit is not None:
-        check_budget(report, limit, planning.budget_of)
 
 
 COMMANDS: dict[str, Callable[..., None]] = {

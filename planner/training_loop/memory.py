@@ -12,7 +12,7 @@ from planner.arguments.parallel import DataParallel, check_parallel
 from planner.arguments.planning import Planning, check_in_backward
 from planner.progress import Progress, watched
 from planner.step.loop_trace import LoopTrace, MicroBatches, TrainingLoop, compose
-from planner.training_loop.breakdown import breakdown_of, floor_of
+from planner.training_loop.breakdown import breakdown_of
 from planner.training_loop.report import MemoryReport
 
 if TYPE_CHECKING:
@@ -131,8 +131,6 @@ def memory(model: nn.Module, inputs: object = None, *, optimizer: object = None,
 def _report(plain: PlainLoop, micro_batches: MicroBatches, optimizer: Any,
             settings: OptimizerSettings, loop: TrainingLoop, plan: Plan | None,
             say: Progress) -> MemoryReport:
-    from planner.training_loop.proposals import PresentLoop, propose
-
     traced = None
     if optimizer is not None:
         say("tracing the optimizer's step")
@@ -143,17 +141,12 @@ def _report(plain: PlainLoop, micro_batches: MicroBatches, optimizer: Any,
     breakdown = breakdown_of(trace)
     say("tracing the forward without gradients")
     inference = plain.inference()
-    floor = floor_of(trace)
-    say("looking for what would lower the peak")
-    proposals = propose(PresentLoop(trace, loop, plain, micro_batches, optimizer, traced, settings,
-                                    floor, plan is not None))
     return MemoryReport(
         breakdown.loading, breakdown.first, breakdown.steady, breakdown.resident,
         trace=trace, loop=loop, device=str(plain.fake_copy.device),
         optimizer=None if traced is None else traced.name, planned=plan is not None,
         inference_peak_bytes=(sum(block.size_bytes for block in resident)
                               + inference.peak_bytes),
-        floor=floor, proposals=proposals,
         reserved_bytes=_reserved(trace, plain.fake_copy.device, plain.gpu),
         notes=(*plain.notes, *_notes_on(traced)))
 

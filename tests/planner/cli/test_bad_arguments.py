@@ -129,7 +129,6 @@ plan GPT2 --set activation_function=none_such
 plan GPT2 --set use_cache=maybe
 plan GPT2 --input input_ids:float32[1,8]
 memory own_bad:exits_in_forward
-memory own_bad:model --snapshot missing/file
 memory own_bad:model --plan missing.json
 frontier own_bad:exits
 max-batch own_bad:sized_exits --budget 1GB
@@ -236,13 +235,10 @@ plan GPT2 --input input_ids:int64[2,49]
 plan GPT2 --set n_embd
 plan GPT2 --set =3
 plan GPT2 --set n_embeds=3
-memory own_bad:model --budget 50%
-memory own_bad:model --budget 1e308GB
 memory own_bad:model --grad-clip nan
 memory own_bad:model --grad-clip -1
 memory own_bad:model --zero-grad never
 memory own_bad:model --hold-output never
-memory own_bad:model --snapshot .
 memory own_bad:model --device x
 memory GPT2 --seq 49
 frontier own_bad:model --points 1
