@@ -7,7 +7,7 @@ sizes up to the reported one where the model was captured with symbolic sizes.  
 by its peak; a planned step fits if a plan within the budget is found.
 
 Blind spot: it is proven only if `proven` is true that no plan exists for the next size; otherwise
-the solver searched for one, with the same time limit, and found none.
+a search found none.
 """
 
 from __future__ import annotations
