@@ -54,8 +54,7 @@ class TargetOptions:
         "A setting of an hf: config; may be repeated.", kind=list[str], name="--set",
         metavar="KEY=VALUE"))
     loss: str | None = field(default=None, metadata=flag(
-        "The loss: package.module:function of the model's output, or the name of one of torch's, "
-        "such as cross_entropy."))
+        "The loss: package.module:function, or path/to/file.py:function, of the model's output."))
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from planner._apply.rewrite_spec import RewriteSpec
 from planner._graph_capture.training_graph import KernelChoice, OptimizerMemory, ResidentMemory
 from planner.arguments.parallel import DataParallel
 from planner.plans.decisions import Decision
-from planner.plans.predicted import Change, Predicted
+from planner.plans.document import Change, Predicted
 from planner.solvers.problem import Link
 from planner.solvers.result import Status
 from planner.step.categories import StepTimeline
