@@ -236,8 +236,6 @@ def memory(
         "--hold-output", help="How long output and loss are held.")] = HoldOutput.STEP,
     drop_output: Annotated[bool, typer.Option(
         "--drop-output", help="The caller keeps only the loss, not the output.")] = False,
-    load_state_dict: Annotated[bool, typer.Option(
-        "--load-state-dict", help="Parameters come from a state dict on the device.")] = False,
     json: Json = False,
 ) -> None:
     """Print the memory of a training loop of TARGET by phase."""
@@ -252,8 +250,8 @@ def memory(
         model, example, loss_fn=loss_fn, optimizer=planning.optimizer, plan=plan,
         accumulation=planning.accumulation, autocast=planning.autocast, grad_clip=grad_clip,
         grad_scaler=grad_scaler, set_to_none=set_to_none, zero_grad=zero_grad.value,
-        hold_output=not drop_output and hold_output.value, load_state_dict=load_state_dict,
-        parallel=ranks.settings(), device=planning.device, gpu=planning.gpu,
+        hold_output=not drop_output and hold_output.value, parallel=ranks.settings(),
+        device=planning.device, gpu=planning.gpu,
         probe=planning.probe, optimizer_in_backward=planning.optimizer_in_backward)
     print_result(report, memory_report, json=json)
 

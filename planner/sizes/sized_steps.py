@@ -53,9 +53,6 @@ class SizedSteps:
         """`what`: the size in words, such as `batch`; `accumulation_of`: micro-batches per
         optimizer step, by size; by default those of `planning`; `are_many`: enough sizes are
         looked at for a graph with symbolic sizes, which takes as long as two or three others."""
-        if not callable(make_inputs):
-            raise TypeError(f"make_inputs must be a function from a {what} size to the inputs of a "
-                            f"step, got {type(make_inputs).__name__}")
         if make_loss_fn is not None and not callable(make_loss_fn):
             raise TypeError(f"make_loss_fn must be a function from a {what} size to the loss "
                             f"function, got {type(make_loss_fn).__name__}")

@@ -62,8 +62,6 @@ class TrainingLoop:
     `step`: they are local variables of a function that makes a whole step, rebound in each
     micro-batch. `loop`: they, and the batch, live until the next iteration rebinds them: a loop
     outside a function."""
-    load_state_dict: bool = False
-    """True if the parameters are loaded from a state dict on the same device."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,14 +139,9 @@ class _Composer:
                          tuple(self.spans[:-1]))
 
     def _load(self) -> None:
-        model = [block for block in self.resident if block.category is not Category.INPUTS]
-        copies = []
-        if self.loop.load_state_dict:
-            copies = [self._make(block._replace(category=Category.TEMPORARIES,
-                                                op="load_state_dict")) for block in model]
-        for block in model:
-            self._make(block)
-        self._release(copies)
+        for block in self.resident:
+            if block.category is not Category.INPUTS:
+                self._make(block)
         if self.optimizer is not None:
             self._play_optimizer(0, self.optimizer.first_begins)
 

@@ -70,10 +70,12 @@ def equal(ones: list[torch.Tensor], others: list[torch.Tensor]) -> bool:
     return all(map(torch.equal, ones, others))
 
 
-@pytest.mark.parametrize("change", [
-    name if name in ("forward", "backward") else pytest.param(name, marks=pytest.mark.slow)
-    for name in CHANGES])
-@pytest.mark.parametrize("regions", ["model", pytest.param("blocks", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("change", "regions"), [
+    ("forward", "model"), ("backward", "model"),
+    *(pytest.param(*row, marks=pytest.mark.slow) for row in (
+        ("before the forward", "model"), ("parametrization", "model"), ("another block", "model"),
+        ("forward", "blocks"), ("forward, of a block", "blocks"), ("backward", "blocks"),
+        ("another block", "blocks")))])
 def test_within_plans_a_changed_model_anew(change, regions):
     plain = Net()
     net = planner.within(copy.deepcopy(plain), "90%", regions=regions, optimizer="sgd",

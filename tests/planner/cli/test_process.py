@@ -125,7 +125,7 @@ def test_an_interrupt_ends_the_command_even_where_it_is_swallowed(folder, target
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seconds", [0.1, 0.3, 0.6, 1.0, 1.5, 2.0, 3.0, 4.0])
+@pytest.mark.parametrize("seconds", [0.1, 0.6, 1.5, 4.0])
 def test_an_interrupt_at_any_time_leaves_one_line(folder, seconds):
     started = subprocess.Popen(
         [*COMMAND, "plan", "hf:gpt2", "--seq", "64", "--budget", "60%"], cwd=folder, text=True,
