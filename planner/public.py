@@ -15,7 +15,6 @@ from planner.errors import PlannerError as PlannerError
 from planner.errors import UnsupportedTorch as UnsupportedTorch
 from planner.plans.file import load as load
 from planner.plans.plan import Plan as Plan
-from planner.plans.selective import SelectiveCheckpointing as SelectiveCheckpointing
 from planner.ranks.data_parallel import RankMemory as RankMemory
 from planner.ranks.data_parallel import data_parallel as data_parallel
 from planner.running.applying import StepCounts as StepCounts

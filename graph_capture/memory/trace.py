@@ -2,7 +2,7 @@
 block.
 
 It is the only record of memory over time: the tracker of plain steps makes it, the breakdown of the
-whole training step is assembled from it, and reports and snapshots read it.
+whole training step is assembled from it, and reports read it.
 """
 
 from __future__ import annotations
@@ -54,11 +54,6 @@ class OpRun(NamedTuple):
     """Number of events before the run allocated anything."""
     op: str
     module: str
-    touched: tuple[int, ...]
-    """Blocks that it read or wrote, its workspace included."""
-    spared_bytes: int = 0
-    """Part of these bytes that an in-place write over an operand, or a split of the op (see
-    `joint_graph.joint.halves`), would save."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,13 +16,11 @@ differently for subclasses.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 import torch
 
-from planner._graph_capture.joint_graph.inplace import can_write_inplace
-from planner._graph_capture.joint_graph.joint import halves
 from planner._graph_capture.memory.allocator import allocated_bytes
 from planner._graph_capture.memory.sparse import strided_tensors
 from planner._graph_capture.memory.trace import Block, Category, MemoryTrace, OpRun
@@ -186,39 +184,21 @@ class MemoryTracker(TorchDispatchMode):
             self._follow_new(func, args, kwargs, out)
         workspace = self._workspace(func, args, kwargs, out) + self._made_before(func, args)
         if not func.is_view:
-            self._note_run(begun, func, args, kwargs, out, workspace)
+            self._note_run(begun, (args, kwargs, out), workspace)
         return out
 
     def _made_before(self, func: OpOverload, args: tuple[Any, ...]) -> int:
         """Bytes alive while an op runs, though under a mode they are allocated after it."""
         return bytes_made_before(func, args) if self._device.type == "cpu" else 0
 
-    def _note_run(self, begun: int, func: OpOverload, args: tuple[Any, ...],
-                  kwargs: Mapping[str, Any], out: Any, workspace_bytes: int) -> None:
-        read = {number: self._sizes[number] for number in self.numbers_of((args, kwargs))}
-        made = {number: self._sizes[number] for number in self.numbers_of(out)
-                if number not in read}
-        touched = [*read, *made]
+    def _note_run(self, begun: int, values: object, workspace_bytes: int) -> None:
         if workspace_bytes:
-            touched.append(self._new_number(workspace_bytes))
-            self._workspaces.add(touched[-1])
-            self._events += (touched[-1], ~touched[-1])
+            number = self._new_number(workspace_bytes)
+            self._workspaces.add(number)
+            self._events += (number, ~number)
             self.peak_bytes = max(self.peak_bytes, self.live_bytes + workspace_bytes)
-        spared = (next((size for size in made.values() if size in read.values()), 0)
-                  if can_write_inplace(func) else 0)
-        if parts := halves(func, args):
-            spared = sum(made.values()) + workspace_bytes - max(
-                self._made_bytes(func, part, kwargs, [
-                    leaf if wanted else None for leaf, wanted in zip(out, part[-1], strict=True)])
-                for part in parts)
-        if touched:
-            self._runs.append(OpRun(begun, *self._running, tuple(touched), spared))
-
-    def _made_bytes(self, func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any],
-                    out: Sequence[torch.Tensor | None]) -> int:
-        """Bytes of a call's results and of its workspace."""
-        return self._workspace(func, args, kwargs, out) + sum(
-            self._sizes[number] for number in set(self.numbers_of(list(out))))
+        if workspace_bytes or any(True for _ in self.numbers_of(values)):
+            self._runs.append(OpRun(begun, *self._running))
 
     def _follow_new(self, func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any],
                     out: Any) -> None:

@@ -24,7 +24,6 @@ from planner.cli.options import (
     PlanPath,
     RankOptions,
     SizeBudget,
-    SizedTargetOptions,
     SizeOptions,
     TargetOptions,
     command,
@@ -50,7 +49,7 @@ def plan(target: TargetOptions, planning: Planning, ranks: RankOptions, budget: 
     parse_budget(None, budget)
     parallel = ranks.settings()
     check_writable(save_to)
-    model, example, loss_fn = load_target(target, device="meta")
+    model, example, loss_fn, _ = load_target(target, device="meta")
     planning = replace(planning, loss_fn=loss_fn, parallel=parallel)
     made = make_plan(model, example, budget=budget, **planning.arguments())
     if save_to is not None:
@@ -87,7 +86,7 @@ def frontier(
 
     check_plot(plot)
     parallel = ranks.settings()
-    model, example, loss_fn = load_target(target, device="meta")
+    model, example, loss_fn, _ = load_target(target, device="meta")
     curve = trace(model, example, points=points,
                             **replace(planning, loss_fn=loss_fn, parallel=parallel).arguments())
     if plot is not None:
@@ -109,7 +108,7 @@ def verify(
 
     plan = load(path)
     _check_device(device)
-    model, example, loss_fn = load_target(target, device=device)
+    model, example, loss_fn, _ = load_target(target, device=device)
     verification = compare(model, plan, example, loss_fn=loss_fn)
     print_result(verification, verification_report, json=json)
     if not verification.ok:
@@ -127,18 +126,18 @@ def _check_device(device: str) -> None:
         raise UsageError("--device meta: no step can run there; name a real device, such as cpu")
 
 
-@command(without=("batch", "inputs"))
-def max_batch(target: SizedTargetOptions, sizes: SizeOptions, planning: Planning,
+@command(without=("batch",))
+def max_batch(target: TargetOptions, sizes: SizeOptions, planning: Planning,
               ranks: RankOptions, save_to: Output = None, json: Json = False) -> None:
     """Find the largest batch of TARGET whose training step fits a budget."""
     _find_largest("batch", target, sizes, planning, ranks, save_to, json)
 
 
-def _find_largest(what: str, options: SizedTargetOptions, sizes: SizeOptions, planning: Planning,
+def _find_largest(what: str, options: TargetOptions, sizes: SizeOptions, planning: Planning,
                   ranks: RankOptions, save_to: Path | None, json: bool) -> None:
     """Find the largest size, `batch` or `sequence`, and print it."""
     from planner.arguments.budget import absolute_budget
-    from planner.cli.target import load_sized_target
+    from planner.cli.target import load_target
     from planner.reporters.choices import largest_report
     from planner.sizes.batch_size import check_overhead, max_batch_size, max_sequence_length
 
@@ -146,13 +145,14 @@ def _find_largest(what: str, options: SizedTargetOptions, sizes: SizeOptions, pl
     planning = replace(planning, parallel=ranks.settings())
     limit = check_overhead(_fraction(sizes.overhead))
     check_writable(save_to)
-    first = -(-sizes.smallest // sizes.multiple_of) * sizes.multiple_of
-    target = load_sized_target(options, what, first=first, device="meta")
+    if what == "sequence" and options.target.startswith("hf:"):
+        options = replace(options, seq=sizes.smallest)
+    target = load_target(options, device="meta")
+    longest = target.longest if what == "sequence" else None
     search = max_batch_size if what == "batch" else max_sequence_length
-    found = search(target.model, target.make_inputs, budget=sizes.budget, overhead=limit,
+    found = search(target.model, target.inputs, budget=sizes.budget, overhead=limit,
                    plan=sizes.plan, smallest=sizes.smallest, multiple_of=sizes.multiple_of,
-                   largest=target.largest if sizes.largest is None else sizes.largest,
-                   make_loss_fn=target.make_loss_fn,
+                   largest=longest if sizes.largest is None else sizes.largest,
                    **replace(planning, loss_fn=target.loss_fn).arguments())
     if save_to is not None and found.plan is not None:
         found.plan.save(save_to)
@@ -169,34 +169,34 @@ def _fraction(text: str | None) -> float | None:
         raise UsageError(f"--overhead must be such as 35% or 0.35, got {text!r}") from None
 
 
-@command(without=("seq", "inputs"))
-def max_seq(target: SizedTargetOptions, sizes: SizeOptions, planning: Planning,
+@command(without=("seq",))
+def max_seq(target: TargetOptions, sizes: SizeOptions, planning: Planning,
             ranks: RankOptions, save_to: Output = None, json: Json = False) -> None:
     """Find the longest sequences of TARGET whose training step fits a budget."""
     _find_largest("sequence", target, sizes, planning, ranks, save_to, json)
 
 
-@command(without=("batch", "inputs", "accumulation"))
+@command(without=("batch", "accumulation"))
 def advise(
-    target: SizedTargetOptions, budget: SizeBudget,
+    target: TargetOptions, budget: SizeBudget,
     effective_batch: Annotated[int, typer.Option(
         "--effective-batch", min=1, help="Samples for each step of the optimizer.")],
     planning: Planning, ranks: RankOptions, save_to: Output = None, json: Json = False,
 ) -> None:
     """List the ways to run an effective batch of TARGET within a budget, the fastest first."""
     from planner.arguments.budget import absolute_budget
-    from planner.cli.target import load_sized_target
+    from planner.cli.target import load_target
     from planner.reporters.choices import advice_report
     from planner.sizes.advice import advise as find_choices
 
     absolute_budget(None, budget, "which differs with the batch")
     check_writable(save_to)
     planning = replace(planning, parallel=ranks.settings())
-    found = load_sized_target(target, "batch", first=1, device="meta")
-    arguments = replace(planning, loss_fn=found.loss_fn).arguments()
+    model, inputs, loss_fn, _ = load_target(target, device="meta")
+    arguments = replace(planning, loss_fn=loss_fn).arguments()
     del arguments["accumulation"]
-    advice = find_choices(found.model, found.make_inputs, effective_batch=effective_batch,
-                          budget=budget, make_loss_fn=found.make_loss_fn, **arguments)
+    advice = find_choices(model, inputs, effective_batch=effective_batch, budget=budget,
+                          **arguments)
     if save_to is not None and advice.best.plan is not None:
         advice.best.plan.save(save_to)
     print_result(advice, advice_report, json=json)
@@ -218,9 +218,9 @@ class HoldOutput(StrEnum):
 
 
 @command(planning=("optimizer", "accumulation", "device", "gpu", "probe", "autocast",
-                   "budget_of", "optimizer_in_backward"))
+                   "optimizer_in_backward"))
 def memory(
-    target: TargetOptions, planning: Planning, ranks: RankOptions, budget: Budget = None,
+    target: TargetOptions, planning: Planning, ranks: RankOptions,
     plan_path: Annotated[Path | None, typer.Option(
         "--plan", metavar="PLAN.json", help="Count forward and backward as this plan has them.")
     ] = None,
@@ -236,37 +236,24 @@ def memory(
         "--hold-output", help="How long output and loss are held.")] = HoldOutput.STEP,
     drop_output: Annotated[bool, typer.Option(
         "--drop-output", help="The caller keeps only the loss, not the output.")] = False,
-    load_state_dict: Annotated[bool, typer.Option(
-        "--load-state-dict", help="Parameters come from a state dict on the device.")] = False,
-    snapshot: Annotated[Path | None, typer.Option(
-        "--snapshot", metavar="FILE", help="Save a snapshot for pytorch.org/memory_viz.")] = None,
     json: Json = False,
 ) -> None:
-    """Print the memory of a training loop of TARGET by phase, and check it against a budget."""
-    from planner.arguments.budget import absolute_budget
+    """Print the memory of a training loop of TARGET by phase."""
     from planner.cli.target import load_target
     from planner.plans.file import load
     from planner.reporters.memory_table import memory_report
-    from planner.training_loop.budget_check import check_budget
     from planner.training_loop.memory import memory as predict
 
-    limit = None if budget is None else absolute_budget(
-        None, budget, "which is what this command tells")
-    check_writable(snapshot)
     plan = None if plan_path is None else load(plan_path)
-    model, example, loss_fn = load_target(target, device="meta")
+    model, example, loss_fn, _ = load_target(target, device="meta")
     report = predict(
         model, example, loss_fn=loss_fn, optimizer=planning.optimizer, plan=plan,
         accumulation=planning.accumulation, autocast=planning.autocast, grad_clip=grad_clip,
         grad_scaler=grad_scaler, set_to_none=set_to_none, zero_grad=zero_grad.value,
-        hold_output=not drop_output and hold_output.value, load_state_dict=load_state_dict,
-        parallel=ranks.settings(), device=planning.device, gpu=planning.gpu,
+        hold_output=not drop_output and hold_output.value, parallel=ranks.settings(),
+        device=planning.device, gpu=planning.gpu,
         probe=planning.probe, optimizer_in_backward=planning.optimizer_in_backward)
-    if snapshot is not None:
-        report.save_snapshot(snapshot)
     print_result(report, memory_report, json=json)
-    if limit is not None:
-        check_budget(report, limit, planning.budget_of)
 
 
 COMMANDS: dict[str, Callable[..., None]] = {

@@ -54,18 +54,7 @@ class TargetOptions:
         "A setting of an hf: config; may be repeated.", kind=list[str], name="--set",
         metavar="KEY=VALUE"))
     loss: str | None = field(default=None, metadata=flag(
-        "The loss: package.module:function of the model's output, or the name of one of torch's, "
-        "such as cross_entropy."))
-
-
-@dataclass(frozen=True, slots=True)
-class SizedTargetOptions(TargetOptions):
-    """Options of a model that is evaluated at several sizes."""
-
-    target: str = field(metadata=flag(
-        "package.module:factory or path/to/file.py:factory (called with the size, returns (model, "
-        "inputs) or (model, inputs, loss_fn)), or hf:CONFIG (a config.json, or a model type such "
-        "as gpt2).", positional=True, metavar="TARGET"))
+        "The loss: package.module:function, or path/to/file.py:function, of the model's output."))
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,28 +3,19 @@ loaded as model, inputs and loss.
 
 A factory is imported from the Python path and the current directory, or from its file, and called
 without arguments.  It returns a model, or a model and its inputs, and the loss if the model does
-not compute it.  Commands that vary the size of the step call it with the size, `factory(32)`; the
-model of the first call is used throughout, later calls provide inputs and loss only.
+not compute it.  Commands that vary the size of the step resize these inputs, as
+`planner.max_batch_size` does.
 
-`--loss` names a function of the output, or one of `torch.nn.functional`, such as `cross_entropy`,
-called with the model's prediction - the output's `logits`, else its first tensor - and a target of
-matching shape.  Classes are the second dimension, as in torch; but if the model's inputs are token
-sequences, or the output has `logits` of three dimensions, they are the last, and each position of
-each sequence counts.
-
-Blind spot: the target of such a loss is created as zeros within it, so it counts as the loss's
-memory and not as an input.
+`--loss` names a function of the output.
 """
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
-import inspect
 import os
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -47,6 +38,8 @@ class Target(NamedTuple):
     """`None`: the model's own."""
     loss_fn: LossFn | None
     """`None` if the model computes its loss."""
+    longest: int | None = None
+    """The longest sequence that the model accepts, if known."""
 
 
 def load_target(options: TargetOptions, *, device: str) -> Target:
@@ -60,13 +53,13 @@ def load_target(options: TargetOptions, *, device: str) -> Target:
     if options.target.startswith("hf:"):
         from planner.cli.hugging_face import load_hugging_face
 
-        known, batch = load_hugging_face(options, device=device)
-        return Target(known, batch, fitted_to(given, batch))
+        known, batch, longest = load_hugging_face(options, device=device)
+        return Target(known, batch, given, longest)
     refuse_hf_options(options, "a factory sets its own sizes, or takes --input NAME:DTYPE[SHAPE]")
-    model, inputs, loss_fn = call_factory(options.target, find_factory(options.target))
+    model, inputs, loss_fn, _ = call_factory(options.target, find_factory(options.target))
     if options.inputs:
         inputs = {name: spec.make(device) for name, spec in parse_inputs(options.inputs).items()}
-    return Target(model, inputs, fitted_to(given, inputs) or loss_fn)
+    return Target(model, inputs, given or loss_fn)
 
 
 def refuse_hf_options(options: TargetOptions, remedy: str) -> None:
@@ -86,7 +79,7 @@ def find_factory(target: str) -> Callable[..., Any]:
     return found
 
 
-def call_factory(target: str, factory: Any, *arguments: object) -> Target:
+def call_factory(target: str, factory: Any) -> Target:
     """Call a factory and normalize its result."""
     from torch import nn
 
@@ -96,7 +89,7 @@ def call_factory(target: str, factory: Any, *arguments: object) -> Target:
         raise UsageError(f"TARGET {target!r} is no function that makes a model, but "
                          f"{type(factory).__name__}")
     try:
-        made = factory(*arguments)
+        made = factory()
     except KeyboardInterrupt:
         raise
     except BaseException as error:
@@ -111,75 +104,6 @@ def call_factory(target: str, factory: Any, *arguments: object) -> Target:
            else type(made).__name__)
     raise TargetError(f"the factory {target!r} must return a model, (model, inputs) or (model, "
                       f"inputs, loss_fn), where loss_fn(output) gives the loss; got {got}")
-
-
-@dataclass(frozen=True, slots=True)
-class SizedTarget:
-    """The target named on the command line."""
-
-    model: nn.Module
-    make_inputs: Callable[[int], object]
-    largest: int | None
-    """The largest size that the model accepts, if known."""
-    loss_fn: LossFn | None = None
-    """The loss at any size; `None`: that of the factory, or of the model."""
-    make_loss_fn: Callable[[int], LossFn] | None = None
-    """The factory's loss by size; `None` if it returns none."""
-
-
-def load_sized_target(options: TargetOptions, what: str, *, first: int,
-                      device: str) -> SizedTarget:
-    """Load the model and a function from size to inputs; `what` varies, `batch` or `sequence`.
-
-    `first`: the first size that a factory is called with; `device`: for an `hf:` target.  Raises
-    `UsageError` and `TargetError` like `load_target`.
-    """
-    loss_fn = find_loss(options.loss)
-    if options.target.startswith("hf:"):
-        from planner.cli.hugging_face import load_sized_hugging_face
-
-        return SizedTarget(*load_sized_hugging_face(options, what, device=device), loss_fn)
-    refuse_hf_options(options,
-                      f"a factory is called with the {what} size and sets all others itself")
-    factory = find_factory(options.target)
-    if callable(factory) and not _takes_a_size(factory):
-        raise UsageError(f"TARGET {options.target!r} must take the {what} size and return "
-                         "(model, inputs): it is called as factory(32)")
-
-    made: dict[int, Target] = {}  # the last one: inputs and loss are requested in turn
-
-    def make(size: int) -> Target:
-        if size not in made:
-            target = call_factory(options.target, factory, size)
-            if target.inputs is None:
-                raise TargetError(
-                    f"the factory {options.target!r} must return (model, inputs) here, inputs of "
-                    "the size that it is called with; got a model alone")
-            made.clear()
-            made[size] = target
-        return made[size]
-
-    def make_loss_fn(size: int) -> LossFn:
-        loss = make(size).loss_fn
-        if loss is None:
-            raise TargetError(f"the factory {options.target!r} returned a loss_fn before, and none "
-                              f"for the size {size}")
-        return loss
-
-    target = make(first)
-    own_loss = target.loss_fn is not None and loss_fn is None
-    return SizedTarget(target.model, lambda size: make(size).inputs, None,
-                       fitted_to(loss_fn, target.inputs), make_loss_fn if own_loss else None)
-
-
-def _takes_a_size(factory: Callable[..., object]) -> bool:
-    try:
-        inspect.signature(factory).bind(1)
-    except TypeError:
-        return False
-    except ValueError:  # no signature available
-        return True
-    return True
 
 
 def find_object(what: str, text: str) -> Any:
@@ -237,13 +161,6 @@ def _from_file(path: Path) -> ModuleType:
     return module
 
 
-OF_CLASSES = ("cross_entropy", "nll_loss")
-"""Losses whose target is a class index."""
-OF_VALUES = ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "soft_margin_loss",
-             "binary_cross_entropy", "binary_cross_entropy_with_logits")
-"""Losses whose target has the shape and dtype of the prediction."""
-
-
 def find_loss(text: str | None) -> LossFn | None:
     """The loss function that `--loss` names; `None` for `None`.
 
@@ -251,72 +168,12 @@ def find_loss(text: str | None) -> LossFn | None:
     """
     if text is None:
         return None
-    if text in OF_CLASSES + OF_VALUES:
-        return _FunctionalLoss(text)
     if ":" not in text:
-        raise UsageError(f"--loss must be package.module:function, path/to/file.py:function, or "
-                         f"one of {', '.join(OF_CLASSES + OF_VALUES)}; got {text!r}")
+        raise UsageError("--loss must be package.module:function or path/to/file.py:function, a "
+                         f"function of the model's output; got {text!r}")
     found = find_object("--loss", text)
     if not callable(found):
         raise UsageError(f"--loss {text!r} is no function of the model's output, but "
                          f"{type(found).__name__}")
     loss: LossFn = found
     return loss
-
-
-def fitted_to(loss: LossFn | None, inputs: object
-              ) -> LossFn | None:
-    """The loss of `find_loss`, adapted to a model with such inputs."""
-    return _FunctionalLoss(loss.name, _has_tokens(inputs)) if isinstance(
-        loss, _FunctionalLoss) else loss
-
-
-def _has_tokens(inputs: object) -> bool:
-    """True if the inputs contain integer sequences of shape `(batch, sequence)`."""
-    import torch
-
-    from planner._graph_capture.torch_compat import pytree
-
-    return any(isinstance(leaf, torch.Tensor) and leaf.dim() == 2 and leaf.dtype != torch.bool
-               and not (leaf.is_floating_point() or leaf.is_complex())
-               for leaf in pytree.tree_leaves(inputs))
-
-
-class _FunctionalLoss:
-    """A function of `torch.nn.functional`, with a target of zeros."""
-
-    def __init__(self, name: str, of_tokens: bool = False) -> None:
-        self.name, self._of_tokens = name, of_tokens
-
-    def __call__(self, output: Any) -> torch.Tensor:
-        """Compute the loss of the model's output."""
-        import torch
-
-        from planner._graph_capture.output_tensors import output_tensors
-
-        logits = getattr(output, "logits", None)
-        tensors = [logits] if isinstance(logits, torch.Tensor) else output_tensors(output)
-        prediction = next((each for each in tensors if each.is_floating_point()), None)
-        if prediction is None or prediction.dim() == 0:
-            raise UsageError(
-                f"--loss {self.name} is made of the output's `logits` or first tensor of floats; "
-                f"the model returns {_described(output)}. Give --loss file.py:function, a function "
-                "of the output" + ("" if prediction is None else
-                                   ", or leave --loss out: a number is taken for the loss"))
-        if self.name in OF_CLASSES:
-            if prediction.dim() == 3 and (self._of_tokens or logits is not None):
-                prediction = prediction.flatten(0, 1)
-            # One class per position; a single sample has one position.
-            place = prediction.select(1 if prediction.dim() > 1 else 0, 0)
-            target = torch.zeros_like(place, dtype=torch.long)
-        else:
-            target = torch.zeros_like(prediction)
-        loss: torch.Tensor = getattr(torch.nn.functional, self.name)(prediction, target)
-        return loss
-
-
-def _described(output: object) -> str:
-    import torch
-
-    return (f"a tensor of {str(output.dtype).removeprefix('torch.')}{list(output.shape)}"
-            if isinstance(output, torch.Tensor) else type(output).__name__)

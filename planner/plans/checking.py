@@ -19,17 +19,22 @@ from dataclasses import replace
 from itertools import zip_longest
 from typing import TYPE_CHECKING
 
-from planner._apply.rewrite_spec import RegionSpec
+import torch
+
+from planner._apply.call_signature import planned_sizes
+from planner._apply.rewrite_spec import RegionSpec, RewriteSpec, SymbolicSizes
+from planner._apply.size_expressions import number as number_of
+from planner._graph_capture.memory.allocator import allocated_bytes
 from planner._graph_capture.specification import MalformedGraph, check
 from planner._graph_capture.training_graph import Phase, Region, TrainingGraph
 from planner.errors import PlanMismatch
-from planner.plans.checking_sizes import of_sizes
 from planner.plans.decisions import build_regions, decide, schedule_of
 from planner.solvers.simulator import Timeline, unroll
 from planner.step.breakdown import breakdown, memory_over
 from planner.step.budget import StepBudget
 from planner.step.categories import StepTimeline
 from planner.step.lowering import lower
+from planner.step.other_sizes import check_calls
 from planner.step.variant import Variant
 
 if TYPE_CHECKING:
@@ -110,7 +115,7 @@ def _contradictions(plan: Plan, variant: Variant, timeline: Timeline) -> Iterato
     yield from _of_memory(plan, variant, timeline)
     yield from _of_time(plan, variant, timeline)
     if plan.spec.sizes is not None:
-        yield from of_sizes(plan.spec, plan.spec.sizes)
+        yield from _of_sizes(plan.spec, plan.spec.sizes)
 
 
 def _of_region(number: int, stated: RegionSpec, found: RegionSpec) -> Iterator[str]:
@@ -200,6 +205,52 @@ def _of_time(plan: Plan, variant: Variant, timeline: Timeline) -> Iterator[str]:
             yield f"{name}: the schedule gives {value}, the plan says {getattr(plan, name)}"
     if plan.overhead_bound > plan.overhead:
         yield f"overhead_bound {plan.overhead_bound} is above overhead {plan.overhead}"
+
+
+def _of_sizes(spec: RewriteSpec, sizes: SymbolicSizes) -> Iterator[str]:
+    """Yield, in words, what of a plan's sizes does not follow from its step."""
+    names = sizes.names
+    if len({*names}) < len(names) or not names:
+        yield f"sizes.ranges names {', '.join(names) or 'none'}, expected different ones"
+        return
+    for each in sizes.ranges:
+        if not each.name.isidentifier() or not 2 <= each.smallest <= each.largest:
+            yield (f"sizes.ranges: {each.name} is {each.smallest} to {each.largest}, expected a "
+                   "name and a range from 2 on")
+            return
+    yield from _of_dimensions(spec, sizes)
+    largest = sizes.largest
+    if len(sizes.buffer_bytes) != len(spec.buffers):
+        yield (f"sizes.buffer_bytes has {len(sizes.buffer_bytes)} sizes, and there are "
+               f"{len(spec.buffers)} buffers")
+        return
+    for place, (text, buffer) in enumerate(zip(sizes.buffer_bytes, spec.buffers, strict=True)):
+        found = allocated_bytes(number_of(text, largest), torch.device(spec.device))
+        if found != buffer.size_bytes:
+            yield (f"sizes.buffer_bytes[{place}] is {found} at the planned sizes, the buffer "
+                   f"{buffer.size_bytes}")
+            return
+    for text in sizes.input_bytes:
+        number_of(text, largest)
+    check_calls(sizes)
+    for each_call in sizes.kernels:
+        if any(not 0 <= place < len(spec.ops) for place in each_call.ops):
+            yield f"sizes.kernels: {each_call.call} is of ops that there are not"
+            return
+
+
+def _of_dimensions(spec: RewriteSpec, sizes: SymbolicSizes) -> Iterator[str]:
+    """Compare the named dimensions with the planned inputs."""
+    planned = {} if spec.signature is None else planned_sizes(spec.signature)
+    for each in sizes.dimensions:
+        found = planned.get(each.input, ())
+        if each.size not in sizes.largest or each.dimension >= len(found) or (
+                found[each.dimension] != sizes.largest[each.size]):
+            yield (f"sizes.dimensions: dimension {each.dimension} of {each.input} is {each.size}, "
+                   f"which the planned inputs do not have")
+            return
+    if missing := {*sizes.names} - {each.size for each in sizes.dimensions}:
+        yield f"sizes.dimensions: no dimension is {', '.join(sorted(missing))}"
 
 
 def _shown(value: object) -> str:

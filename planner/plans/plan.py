@@ -6,7 +6,7 @@ saved, sent to another machine and applied to any model whose step has the same 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from os import PathLike
@@ -16,15 +16,13 @@ from planner._apply.rewrite_spec import RewriteSpec
 from planner._graph_capture.training_graph import KernelChoice, OptimizerMemory, ResidentMemory
 from planner.arguments.parallel import DataParallel
 from planner.plans.decisions import Decision
-from planner.plans.predicted import Change, Predicted
+from planner.plans.document import Change, Predicted
 from planner.solvers.problem import Link
 from planner.solvers.result import Status
 from planner.step.categories import StepTimeline
 
 if TYPE_CHECKING:
     from torch import nn
-
-    from planner.plans.selective import SelectiveCheckpointing
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,20 +156,6 @@ class Plan(Predicted):
         from planner.reporters.figures import draw_plan
 
         draw_plan(self, path)
-
-    def selective_checkpointing(self, blocks: Sequence[str] | None = None
-                                ) -> SelectiveCheckpointing:
-        """The plan as policies of torch's selective activation checkpointing, for use with
-        `torch.utils.checkpoint`: for each block the ops whose results are saved, and the parts of
-        the plan that a policy cannot express.
-
-        `blocks`: names of the checkpointed modules, wildcards allowed; `None`: the outermost
-        numbered ones (`layers.0`).  Raises `ValueError` if there are none, and for a plan for
-        Inductor or with offload.
-        """
-        from planner.plans.selective import selective_checkpointing
-
-        return selective_checkpointing(self, blocks)
 
     def to_dict(self) -> dict[str, Any]:
         """The content of the plan's file, as JSON values; see `plan.schema.json`."""

@@ -5,32 +5,60 @@ Objects have a fixed order of keys; lists of ops have one op per line.  A file d
 time, host or solver duration.
 
 A file is written next to its destination and moved into place: readers see the old plan or the new
-one (see `planner.whole_file`).
+one.  The destination is the target of a symbolic link, and keeps its mode.  A device or a pipe is
+written to directly.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import os
+import secrets
+import stat
 from collections.abc import Mapping
 from os import PathLike
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from planner.plans.document import document_of
-from planner.whole_file import write_whole
 
 if TYPE_CHECKING:
     from planner.plans.plan import Plan
 
 
 def save(plan: Plan, path: str | PathLike[str]) -> None:
-    """Write `plan` to `path` atomically; see `planner.whole_file`.
+    """Write `plan` to `path` atomically; an existing file is replaced.
 
     Raises `OSError` if the path cannot be written.
     """
-    write_whole(path, dumps(plan).encode())
+    content, destination = dumps(plan).encode(), Path(os.path.realpath(path))
+    try:
+        mode = destination.stat().st_mode if destination.exists() else None
+        if mode is None or stat.S_ISREG(mode):
+            _replace(destination, content, mode)
+        else:
+            Path(path).write_bytes(content)  # raises for a folder
+    except OSError as error:
+        # The caller knows the destination, not the draft.
+        raise type(error)(error.errno, error.strerror, os.fspath(path)) from None
+
+
+def _replace(destination: Path, content: bytes, mode: int | None) -> None:
+    """Write a draft with this mode and move it to the destination."""
+    draft = destination.with_name(f".{secrets.token_hex(8)}.tmp")
+    try:
+        with draft.open("xb") as stream:
+            if mode is not None:
+                os.fchmod(stream.fileno(), stat.S_IMODE(mode))
+            stream.write(content)
+            stream.flush()
+            os.fsync(stream.fileno())
+        draft.replace(destination)
+    finally:
+        draft.unlink(missing_ok=True)
 
 
 def dumps(plan: Plan) -> str:

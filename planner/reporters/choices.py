@@ -41,19 +41,18 @@ def largest_report(found: LargestSize) -> RenderableType:
 
 def advice_report(advice: Advice) -> RenderableType:
     """One row per choice, best first."""
-    spread = any(choice.parallel is not None for choice in advice.choices)
-    table = new_table(*["ranks"] * spread, ">micro-batch", ">accumulation", "plan", ">peak",
-                      ">extra time", ">seconds per sample", ">of the best")
+    table = new_table(">micro-batch", ">accumulation", "plan", ">peak", ">extra time",
+                      ">seconds per sample", ">of the best")
     best = advice.choices[0].seconds_per_sample
     for choice in advice.choices:
         ratio = f"{choice.seconds_per_sample / best:.3f}" if best else "-"
-        ranks = [] if not spread else ["1" if choice.parallel is None else
-                                       f"{choice.parallel.ranks} {choice.parallel.kind}"]
-        table.add_row(*ranks, str(choice.micro_batch), str(choice.accumulation),
+        table.add_row(str(choice.micro_batch), str(choice.accumulation),
                       "yes" if choice.plan is not None else "no", format_bytes(choice.peak_bytes),
                       format_fraction(choice.overhead), _seconds(choice.seconds_per_sample), ratio)
+    parallel = advice.best.parallel
+    where = "" if parallel is None else f" on {parallel.ranks} ranks under {parallel.kind}"
     return Group(
-        title(f"Effective batch {advice.effective_batch} within "
+        title(f"Effective batch {advice.effective_batch}{where} within "
               f"{format_bytes(advice.budget_bytes)} ({advice.budget_bytes:,} bytes)"),
         table, *_skipped("batch", advice.skipped))
 

@@ -1,5 +1,4 @@
-"""Tables of a training loop's memory breakdown: phases, holders at the peak, remedies, and the
-comparison with a budget."""
+"""Tables of a training loop's memory breakdown: phases, and holders at the peak."""
 
 from __future__ import annotations
 
@@ -28,14 +27,12 @@ _SHORT = {"parameters": "param.", "gradients": "grad.", "optimizer": "optim.",
 
 
 def memory_report(report: MemoryReport) -> RenderableType:
-    """Summary, phases, memory at the peak by holder, and proposals that would lower it."""
-    parts: list[RenderableType] = [
+    """Summary, phases, and memory at the peak by holder."""
+    return Group(
         title("Training loop"), _summary(report),
         title("Peak of each phase, by category"), _phases(report),
-        title(f"What holds the memory at the peak, in the {_moment(report)}"), _holders(report)]
-    if report.proposals:
-        parts += [title("What would lower the peak"), _proposals(report)]
-    return Group(*parts, *note_lines(report.notes, optimizer=report.optimizer))
+        title(f"What holds the memory at the peak, in the {_moment(report)}"), _holders(report),
+        *note_lines(report.notes, optimizer=report.optimizer))
 
 
 def _moment(report: MemoryReport) -> str:
@@ -61,7 +58,6 @@ def _summary(report: MemoryReport) -> Table:
                   f"{report.resident_bytes:,} bytes: " + ", ".join(
                       f"{name} {format_bytes(size)}" for name, size in report.resident.items()
                       if size))
-    table.add_row("floor", format_bytes(report.floor.size_bytes), _floor(report))
     table.add_row("inference", format_bytes(report.inference_peak_bytes),
                   "a forward in eval() without gradients")
     loop = report.loop
@@ -69,15 +65,6 @@ def _summary(report: MemoryReport) -> Table:
            f"set_to_none={loop.set_to_none}"]
     table.add_row("optimizer", report.optimizer or "none", ", ".join(how))
     return table
-
-
-def _floor(report: MemoryReport) -> str:
-    floor = report.floor
-    if floor.is_of_optimizer:
-        return "however much is recomputed: the optimizer's step"
-    where = f" of {floor.module}" if floor.module else ""
-    return (f"however much is recomputed: {floor.op}{where} in the {floor.phase}, "
-            f"{format_bytes(floor.working_set_bytes)} of its own")
 
 
 def _phases(report: MemoryReport) -> Table:
@@ -129,17 +116,6 @@ def _folded(holders: Iterable[MemoryHolder]) -> list[MemoryHolder]:
                             size_bytes=size + holder.size_bytes, count=count + holder.count)
     return sorted(rows.values(), key=lambda row: (
         -row.size_bytes, row.category, row.module, row.op))
-
-
-def _proposals(report: MemoryReport) -> Table:
-    table = new_table(">peak", ">less", "by", fold="by")
-    for proposal in report.proposals:
-        about = "" if proposal.exact else "about "
-        caveat = f" ({proposal.caveat})" if proposal.caveat else ""
-        table.add_row(about + format_bytes(proposal.peak_bytes),
-                      f"{1 - proposal.peak_bytes / report.peak_bytes:.0%}",
-                      proposal.change + caveat)
-    return table
 
 
 def rank_report(report: RankMemory) -> RenderableType:

@@ -79,16 +79,9 @@ def verification_report(verification: Verification) -> RenderableType:
     deviation = f", {measured / predicted - 1:+.2%} off" if predicted else ""
     table.add_row("measured peak", format_bytes(measured), f"{measured:,} bytes{deviation}")
     table.add_row("gradient error", f"{verification.max_gradient_error:.1e}",
-                  "relative L2 distance from the plain step")
+                  "relative L2 distance from the step without a plan")
     table.add_row("loss error", f"{verification.loss_error:.1e}", "relative")
     table.add_row("buffers", _equal(verification.buffers_equal), "")
-    captured = verification.captured
-    if captured is not None:
-        table.add_row("captured", f"{captured.gradient_error:.1e}",
-                      "gradient error from the step as torch captures it without a plan, which "
-                      "rounds as the planned one does; "
-                      f"loss error {captured.loss_error:.1e}, "
-                      f"buffers {_equal(captured.buffers_equal)}")
     table.add_row("tolerance", f"{verification.tolerance:.1e}", "of these errors")
     table.add_row("random state", _equal(verification.rng_equal), "")
     table.add_section()

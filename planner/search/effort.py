@@ -22,5 +22,4 @@ class Effort:
     work_limit: float | None = None
     """Time limit, in nominal seconds, of a search that counts its work, so that its result does not
     depend on the duration of capture; `None`: the time limit."""
-    seed: int = 0
     progress: Progress | None = field(default_factory=active)

@@ -16,6 +16,7 @@ tried limits.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from planner.errors import InfeasibleBudget
@@ -35,8 +36,8 @@ _SOLVES = 7
 """Number of limits on allocated memory that are tried."""
 _NEAR = 0.005
 """Limits that differ by less than this fraction of the budget count as equal."""
-_SMALL = (1.0, 1.03, 1.1)
-"""Limits tried if nothing fits, as multiples of the smallest feasible one."""
+_LARGER = (1.03, 1.1)
+"""Limits tried if nothing fits, as multiples of the smallest feasible one, which is tried, too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,131 +49,103 @@ class _Tried:
     allocated_bytes: int
     reserved_bytes: int
 
-    @property
-    def cost(self) -> float:
-        return self.result.cost
-
 
 def schedule_reserving(prepared: PreparedStep, budget_bytes: int, effort: Effort, *,
                        warm_start: Schedule | None = None) -> tuple[Variant, Result]:
     """The cheapest schedule found that reserves at most `budget_bytes`, and its graph variant;
     raises `InfeasibleBudget`."""
-    search = _Search(prepared, budget_bytes, effort)
-    fitting = search.lower(warm_start)
+    fitting, bound = _lowered(prepared, budget_bytes, effort, warm_start)
     if not fitting:
-        small = tuple(search.smallest())
+        small = [*_smallest(prepared, effort)]
         fitting = [tried for tried in small if tried.reserved_bytes <= budget_bytes]
         if not fitting:
             raise _refusal(prepared, budget_bytes, small)
-    best = min(fitting, key=lambda tried: tried.cost)
-    return best.variant, search.evaluated(best.result)
+    best = min(fitting, key=lambda tried: tried.result.cost)
+    # The bound is the one proven for the budget, not for the limit of this schedule.
+    return best.variant, replace(
+        best.result, lower_bound=min(bound, best.result.cost),
+        status=best.result.status if _is_proven(prepared, best, bound) else "feasible")
 
 
 def reserved_refusal(prepared: PreparedStep, budget_bytes: int, effort: Effort) -> InfeasibleBudget:
     """The error if no schedule was found that reserves at most `budget_bytes`."""
-    return _refusal(prepared, budget_bytes, _Search(prepared, budget_bytes, effort).smallest())
+    return _refusal(prepared, budget_bytes, _smallest(prepared, effort))
 
 
-class _Search:
-    """Search for one budget; stores the bound proven for the first limit."""
-
-    def __init__(self, prepared: PreparedStep, budget_bytes: int, effort: Effort) -> None:
-        self.prepared, self.budget_bytes = prepared, budget_bytes
-        self.first_effort = replace(effort, time_limit=effort.time_limit / 2)
-        self.effort = replace(effort, time_limit=effort.time_limit / 2 / _SOLVES)
-        self.bound = 0.0
-
-    def lower(self, warm_start: Schedule | None) -> list[_Tried]:
-        """All schedules found that fit, under a sequence of limits on allocated memory."""
-        fitting: list[_Tried] = []
-        if warm_start is not None:
-            fitting += [tried for variant in self.prepared.variants
-                        if (tried := self._known(variant, warm_start)) is not None
-                        and tried.reserved_bytes <= self.budget_bytes]
-        low, high = 0, self.budget_bytes
-        limit, near = self.budget_bytes, max(1, int(_NEAR * self.budget_bytes))
-        for number in range(_SOLVES):
-            try:
-                tried = self._within(limit, self.effort if number else self.first_effort,
-                                     warm_start)
-            except InfeasibleBudget:
-                if limit == self.budget_bytes:
-                    break
-                low, limit = limit, (limit + high) // 2
-                if high - low <= near:
-                    break
-                continue
-            if limit == self.budget_bytes:
-                self.bound = tried.result.lower_bound
-            over = tried.reserved_bytes - self.budget_bytes
-            if over <= 0:
+def _lowered(prepared: PreparedStep, budget_bytes: int, effort: Effort,
+             warm_start: Schedule | None) -> tuple[list[_Tried], float]:
+    """All schedules found that fit, under a sequence of limits on allocated memory; and the bound
+    on the cost under the first limit, the budget."""
+    fitting = [tried for tried in _known(prepared, effort, warm_start)
+               if tried.reserved_bytes <= budget_bytes]
+    bound, near = 0.0, max(1, int(_NEAR * budget_bytes))
+    low, high = 0, budget_bytes  # what fits or has no schedule; what does not fit
+    limit = budget_bytes
+    for number in range(_SOLVES):
+        try:
+            tried = _within(prepared, limit, _part(effort) if number else replace(
+                effort, time_limit=effort.time_limit / 2), warm_start)
+        except InfeasibleBudget:
+            if not number:
+                break
+            low = limit
+        else:
+            over = tried.reserved_bytes - budget_bytes
+            if not number:
+                bound = tried.result.lower_bound
+            if over > 0:
+                high = min(high, tried.allocated_bytes)
+            else:
                 fitting.append(tried)
                 low = limit
-                if limit == self.budget_bytes or self._is_proven(tried.cost):
+                if not number or _is_proven(prepared, tried, bound):
                     break
-            else:
-                high = min(high, tried.allocated_bytes)
-            limit = (low + high) // 2 if low else high - max(over, near)
-            if high - low <= near or limit <= 0:
-                break
-        return fitting
+        if high - low <= near:
+            break
+        limit = (low + high) // 2 if low else max(1, high - max(over, near))
+    return fitting, bound
 
-    def smallest(self) -> Iterator[_Tried]:
-        """Schedules with low peaks, independent of the budget."""
-        variant, result = smallest_result(self.prepared, self.effort)
-        smallest = self._tried(variant, result)
-        yield smallest
-        for factor in _SMALL[1:]:
-            try:
-                yield self._within(int(factor * smallest.allocated_bytes), self.effort,
-                                   result.schedule)
-            except InfeasibleBudget:
-                continue
 
-    def evaluated(self, result: Result) -> Result:
-        """The result with the bound proven for the budget instead of the limit it was found
-        with."""
-        return replace(
-            result, lower_bound=min(self.bound, result.cost),
-            status=result.status if self._is_proven(result.cost) else "feasible")
+def _smallest(prepared: PreparedStep, effort: Effort) -> Iterator[_Tried]:
+    """Schedules with low peaks, independent of the budget."""
+    variant, result = smallest_result(prepared, _part(effort))
+    smallest = _tried(prepared, variant, result)
+    yield smallest
+    for factor in _LARGER:
+        with suppress(InfeasibleBudget):
+            yield _within(prepared, int(factor * smallest.allocated_bytes), _part(effort),
+                          result.schedule)
 
-    def _is_proven(self, cost: float) -> bool:
-        return cost <= self.bound + PROOF_TOLERANCE * self.prepared.base.base_seconds
 
-    def _within(self, limit_bytes: int, effort: Effort, warm_start: Schedule | None) -> _Tried:
-        return self._tried(*schedule_within(self.prepared, limit_bytes, effort,
-                                            warm_start=warm_start))
+def _part(effort: Effort) -> Effort:
+    """The effort for one limit after the first."""
+    return replace(effort, time_limit=effort.time_limit / 2 / _SOLVES)
 
-    def _known(self, variant: Variant, schedule: Schedule) -> _Tried | None:
-        """A schedule of another size; `None` if it does not fit this variant."""
-        if max(as_order(schedule)) + 1 != len(variant.problem):
-            return None
-        timeline = unroll(variant.problem, schedule)
-        return self._tried(
-            variant,
-            Result(
-                schedule,
-                timeline.peak_bytes,
-                timeline.cost,
-                variant.base_seconds,
-                0.0,
-                "feasible",
-                0.0,
-                self.effort.solver,
-            ),
-        )
 
-    def _tried(self, variant: Variant, result: Result) -> _Tried:
-        timeline = unroll(variant.problem, result.schedule)
-        reserved_bytes = self.prepared.reserved_bytes(variant, timeline)
-        assert reserved_bytes is not None, "such a step is not planned by what is reserved"
-        if self.effort.progress is not None:
-            self.effort.progress(
-                f"{format_bytes(variant.budget.whole_bytes(timeline.peak_bytes))} allocated, "
-                f"{format_bytes(reserved_bytes)} reserved")
-        return _Tried(
-            variant, result, variant.budget.whole_bytes(timeline.peak_bytes), reserved_bytes
-        )
+def _is_proven(prepared: PreparedStep, tried: _Tried, bound: float) -> bool:
+    return tried.result.cost <= bound + PROOF_TOLERANCE * prepared.base.base_seconds
+
+
+def _within(prepared: PreparedStep, limit_bytes: int, effort: Effort,
+            warm_start: Schedule | None) -> _Tried:
+    return _tried(prepared, *schedule_within(prepared, limit_bytes, effort, warm_start=warm_start))
+
+
+def _known(prepared: PreparedStep, effort: Effort, schedule: Schedule | None) -> Iterator[_Tried]:
+    """The schedule of another size, of each graph variant that it is legal for."""
+    for variant in prepared.variants if schedule else ():
+        if schedule and max(as_order(schedule)) + 1 == len(variant.problem):
+            timeline = unroll(variant.problem, schedule)
+            yield _tried(prepared, variant, Result(
+                schedule, timeline.peak_bytes, timeline.cost, variant.base_seconds, 0.0, "feasible",
+                0.0, effort.solver))
+
+
+def _tried(prepared: PreparedStep, variant: Variant, result: Result) -> _Tried:
+    timeline = unroll(variant.problem, result.schedule)
+    reserved_bytes = prepared.reserved_bytes(variant, timeline)
+    assert reserved_bytes is not None, "such a step is not planned by what is reserved"
+    return _Tried(variant, result, variant.budget.whole_bytes(timeline.peak_bytes), reserved_bytes)
 
 
 def _refusal(prepared: PreparedStep, budget_bytes: int, tries: Iterable[_Tried]

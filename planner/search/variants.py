@@ -66,8 +66,7 @@ def solve_variant(variant: Variant, net_bytes: int | None, effort: Effort,
     fits = warm_start and max(as_order(warm_start)) + 1 == len(variant.problem)
     given = warm_start if fits else None
     result = solve(variant.problem, net_bytes, solver=effort.solver, time_limit=effort.time_limit,
-                   seed=effort.seed, progress=effort.progress, warm_start=given,
-                   work_limit=work_limit)
+                   progress=effort.progress, warm_start=given, work_limit=work_limit)
     return replace(result, keep_all_cost=variant.base_seconds)
 
 

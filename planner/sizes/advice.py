@@ -21,7 +21,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Unpack
 
 from planner.arguments.budget import absolute_budget
-from planner.arguments.parallel import DataParallel, check_parallel
+from planner.arguments.parallel import DataParallel
 from planner.arguments.planning import PlanArguments, Planning, check_count, takes_planning
 from planner.errors import CaptureError, InfeasibleBudget
 from planner.plans.plan import Plan
@@ -29,7 +29,7 @@ from planner.progress import Progress, watched
 from planner.search.effort import Effort
 from planner.search.planning import plan_within, refusal
 from planner.sizes.bracketing import find_largest, secant
-from planner.sizes.sized_steps import MakeLoss, SizedSteps, factory_of, model_first
+from planner.sizes.sized_steps import MakeLoss, SizedSteps, factory_of
 from planner.step.prepared import PreparedStep
 
 if TYPE_CHECKING:
@@ -121,55 +121,29 @@ def advise(model: nn.Module, inputs: object = None, *, effective_batch: int,
         model, inputs: as for `planner.max_batch_size`.
         effective_batch: samples per optimizer step.
         make_loss_fn: `make_loss_fn(batch)` returns the `loss_fn` of a step of that batch.
-        parallel: data parallelism of the run, or several to compare; seconds do not include
-            communication that does not overlap with computation.
+        parallel: data parallelism of the run, in which each rank runs its part of the effective
+            batch; seconds do not include communication that does not overlap with computation.
         time_limit: seconds for each plan; soft.
 
     The other arguments and errors are those of `planner.plan`, except `accumulation`, which is
     searched; the budget must not be a percentage. Raises `InfeasibleBudget` if nothing fits.
     """
-    model, inputs = model_first(model, inputs)
-    parallel: object = arguments.pop("parallel", None)
     planning = Planning.of(advise, arguments).without_offload("planner.advise")
     count = check_count("effective_batch", effective_batch)
-    spreads = _spreads(parallel, count)
+    ranks = 1 if planning.parallel is None else planning.parallel.ranks
+    if count % ranks:
+        raise ValueError(f"effective_batch {count} cannot be dealt out evenly to {ranks} ranks; "
+                         f"use a multiple of {ranks}")
     budget_bytes = absolute_budget(budget_gb, budget, "which differs with the batch")
     if planning.cost_model == "flops":
         raise ValueError("cost_model='flops' says nothing of time; advise needs 'roofline'")
     make_inputs = factory_of(model, inputs, "batch")
     with watched(progress, f"looking for ways to run {type(model).__name__}") as report:
         effort = Effort(planning.solver, planning.time_limit, progress=report)
-        given: list[Advice] = []
-        refusals: list[InfeasibleBudget | CaptureError] = []
-        for spread in spreads:
-            own = count if spread is None else count // spread.ranks
-            steps = SizedSteps(
-                model, make_inputs, replace(planning, parallel=spread), what="batch",
-                make_loss_fn=make_loss_fn, progress=report,
-                accumulation_of=partial(operator.floordiv, own))
-            try:
-                given.append(_Counsel(steps, budget_bytes, own, effort).give())
-            except (InfeasibleBudget, CaptureError) as refusal:
-                refusals.append(refusal)
-    if not given:
-        raise min(refusals, key=lambda refusal: getattr(refusal, "minimum_bytes", math.inf))
-    choices = [choice for advice in given for choice in advice.choices]
-    return Advice(budget_bytes, count, tuple(sorted(choices, key=_merit)),
-                  tuple(sorted({skip for advice in given for skip in advice.skipped})))
-
-
-def _spreads(parallel: object, effective_batch: int) -> tuple[DataParallel | None, ...]:
-    """The checked data-parallel settings to compare."""
-    if parallel is None:
-        return (None,)
-    given = (parallel if isinstance(parallel, Sequence) and not isinstance(parallel, str)
-             else (parallel,))
-    spreads = [check_parallel(each) for each in given]
-    for each in spreads:
-        if effective_batch % each.ranks:
-            raise ValueError(f"effective_batch {effective_batch} cannot be dealt out evenly to "
-                             f"{each.ranks} ranks; use a multiple of {each.ranks}")
-    return tuple(spreads)
+        own = count // ranks
+        steps = SizedSteps(model, make_inputs, planning, what="batch", make_loss_fn=make_loss_fn,
+                           progress=report, accumulation_of=partial(operator.floordiv, own))
+        return replace(_Counsel(steps, budget_bytes, own, effort).give(), effective_batch=count)
 
 
 def _merit(choice: Choice) -> tuple[float, int]:

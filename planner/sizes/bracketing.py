@@ -38,21 +38,14 @@ class Bracket:
     of the range, or the numbers tried above it have no answer."""
 
 
-def find_largest(trial: Trial, guess: Guess, first: int, last: int, *,
-                 low: int | None = None) -> Bracket:
-    """The largest number from `first` to `last` at which `trial` holds.
-
-    `low`: a number at which it is known to hold.  Each number is tried at most once.
-    """
+def find_largest(trial: Trial, guess: Guess, first: int, last: int) -> Bracket:
+    """The largest number from `first` to `last` at which `trial` holds; each is tried at most
+    once."""
     search = _Search(trial, guess, last)
-    if low is None:
-        start = search.try_near(first, first - 1, None)
-        if start is None or not search.answers[start]:
-            return Bracket(None, start)
-        low = start
-    else:
-        search.answers[low] = True
-    return search.close_in(low)
+    start = search.try_near(first, first - 1, None)
+    if start is None or not search.answers[start]:
+        return Bracket(None, start)
+    return search.close_in(start)
 
 
 class _Search:

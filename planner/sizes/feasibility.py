@@ -1,34 +1,29 @@
 """Find the largest size for which a plan within a budget exists.
 
 Model of the world: the same model at another size has the same ops in the same order, only larger;
-so a schedule found at one size can be tried at another, at no cost.  Otherwise the solver decides:
-briefly while the interval is wide, and with the whole time limit at the size that is reported not
-to fit.
+so a schedule found at one size can be tried at another, at no cost.  Otherwise the search for the
+smallest peak decides, as for `InfeasibleBudget.minimum_bytes`; with a limit on the extra time, the
+solver does.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 
 from planner.errors import InfeasibleBudget
 from planner.search.effort import Effort
 from planner.search.reserved import schedule_reserving
-from planner.search.variants import cheapest
+from planner.search.variants import cheapest, smallest
 from planner.sizes.bracketing import Bracket, find_largest, secant
 from planner.sizes.sized_steps import SizedSteps
 from planner.solvers.actions import as_order
 from planner.solvers.errors import InfeasibleBudget as Refusal
 from planner.solvers.minimum import minimum_peak
 from planner.solvers.problem import Problem, Schedule
-from planner.solvers.result import Result
 from planner.solvers.simulator import IllegalSchedule, simulate
 from planner.step.prepared import PreparedStep
 from planner.step.variant import Variant
 from planner.units import format_fraction
-
-_BRIEF = 0.25
-"""Fraction of the time limit for one size while the interval is wide."""
 
 
 class Feasibility:
@@ -41,19 +36,19 @@ class Feasibility:
         self.schedules: dict[int, Schedule] = {}
         """A schedule within the budget and the limit on overhead, if known."""
         self.minimum_bytes: dict[int, int] = {}
-        """The smallest budget known to be feasible, for numbers that do not fit this budget."""
+        """The smallest budget known to be feasible at a number that was searched."""
         self._overheads: dict[int, float] = {}  # the least known within the budget
         self._proven: set[int] = set()  # numbers at which no plan exists
-        self._asked: set[int] = set()  # numbers tried with the whole time limit
         self._small: list[Schedule] = []  # schedules of small peaks
 
     def largest(self, first: int, last: int, known: Bracket) -> Bracket:
         """The largest number from `first` to `last` with a plan; the search begins at `known`, the
         result for the plain step."""
         start = first if known.low is None else known.low
-        bracket = self._close_in(start, last)
+        bracket = find_largest(self.fits, self._guess, start, last)
         if bracket.low is None and start > first:
-            bracket = self._close_in(first, start - 1, above=bracket.high)
+            below = find_largest(self.fits, self._guess, first, start - 1)
+            return Bracket(below.low, below.high if below.low != start - 1 else bracket.high)
         return bracket
 
     def is_proven(self, number: int | None) -> bool:
@@ -64,85 +59,52 @@ class Feasibility:
         """The least extra time of the plans found within the budget; `None` if none was found."""
         return self._overheads.get(number)
 
-    def fits(self, number: int, *, thorough: bool = True) -> bool | None:
+    def fits(self, number: int) -> bool | None:
         """True if a plan is known or found at the number; `None` if the step cannot be captured."""
         step = self._steps.at(number * self._multiple_of)
         if step is None:
             return None
-        if number in self.schedules:
-            return True
         if not step.may_fit(self._budget_bytes):
             self._proven.add(number)
             return False
-        net_bytes = step.budget.net_bytes(self._budget_bytes)
-        return any(
-            self._try_known(number, step, variant, net_bytes) for variant in step.variants
-        ) or (self._search(number, step, net_bytes, thorough))
+        return self._fits_known(number, step) or self._search(number, step)
 
-    def _close_in(self, first: int, last: int, above: int | None = None) -> Bracket:
-        def brief(number: int) -> bool | None:
-            return self.fits(number, thorough=False)
-
-        bracket = find_largest(brief, self._guess, first, last)
-        while bracket.high is not None and not self.is_proven(bracket.high) and (
-                bracket.high not in self._asked):
-            if not self.fits(bracket.high):
-                break
-            bracket = find_largest(brief, self._guess, first, last, low=bracket.high)
-        if bracket.high is None and bracket.low == last:
-            return Bracket(bracket.low, above)
-        return bracket
-
-    def _try_known(self, number: int, step: PreparedStep, variant: Variant, net_bytes: int) -> bool:
+    def _fits_known(self, number: int, step: PreparedStep) -> bool:
         """True if a schedule of another size fits."""
-        known = [variant.problem.keep_all_schedule, *self.schedules.values(), *self._small]
-        return any(self._accept(number, step, variant, schedule, net_bytes)
-                   for schedule in known if _transfers(schedule, variant.problem))
+        return any(
+            self._accept(number, step, variant, schedule) for variant in step.variants
+            for schedule in (variant.problem.keep_all_schedule, *self.schedules.values(),
+                             *self._small)
+            if _transfers(schedule, variant.problem))
 
-    def _search(self, number: int, step: PreparedStep, net_bytes: int, thorough: bool) -> bool:
-        effort = self._effort if thorough else replace(
-            self._effort, time_limit=_BRIEF * self._effort.time_limit)
-        if not thorough and self._overhead_limit is None and effort.solver == "auto":
-            return any(self._try_smallest(number, step, variant, net_bytes)
-                       for variant in step.variants)
-        if thorough:
-            self._asked.add(number)
-        found: Result | Refusal
+    def _search(self, number: int, step: PreparedStep) -> bool:
+        limit, net_bytes = self._overhead_limit, step.budget.net_bytes(self._budget_bytes)
         if step.budget_of == "reserved":
             try:
-                variant, found = schedule_reserving(step, self._budget_bytes, effort)
+                variant, result = schedule_reserving(step, self._budget_bytes, self._effort)
             except InfeasibleBudget as refusal:
                 self.minimum_bytes[number] = refusal.minimum_bytes
                 return False
+            schedule = result.schedule
+        elif limit is None:
+            variant, schedule = smallest(step.variants, net_bytes)
+            self._small.append(schedule)
+            self.minimum_bytes[number] = variant.peak_bytes(schedule)
         else:
-            variant, found = cheapest(step.variants, net_bytes, effort)
-        if isinstance(found, Refusal):
-            # A solver that was asked for may miss what the search for the smallest peak finds.
-            if thorough and self._overhead_limit is None and any(
-                    self._try_smallest(number, step, each, net_bytes) for each in step.variants):
-                return True
-            self.minimum_bytes[number] = step.budget.whole_bytes(found.minimum_bytes)
-            return False
-        if self._accept(number, step, variant, found.schedule, net_bytes):
-            return True
-        limit = self._overhead_limit
-        if limit is not None and found.overhead_bound > limit:
-            self._proven.add(number)
-        return False
+            variant, found = cheapest(step.variants, net_bytes, self._effort)
+            schedule = found.schedule
+            if isinstance(found, Refusal):
+                self.minimum_bytes[number] = step.budget.whole_bytes(found.minimum_bytes)
+                return False
+            if found.overhead_bound > limit:
+                self._proven.add(number)
+        return self._accept(number, step, variant, schedule)
 
-    def _try_smallest(
-        self, number: int, step: PreparedStep, variant: Variant, net_bytes: int
-    ) -> bool:
-        """True if the variant's smallest schedule found fits."""
-        schedule = minimum_peak(variant.problem, target_bytes=net_bytes)
-        self._small.append(schedule)
-        return self._accept(number, step, variant, schedule, net_bytes)
-
-    def _accept(self, number: int, step: PreparedStep, variant: Variant, schedule: Schedule,
-                net_bytes: int) -> bool:
+    def _accept(self, number: int, step: PreparedStep, variant: Variant, schedule: Schedule
+                ) -> bool:
         """Record a schedule's overhead; return whether it is within the limits."""
         peak, cost = simulate(variant.problem, schedule)
-        if peak > net_bytes or (step.budget_of == "reserved" and (
+        if peak > step.budget.net_bytes(self._budget_bytes) or (step.budget_of == "reserved" and (
                 step.takes_bytes(variant, schedule) > self._budget_bytes)):
             return False
         base = variant.base_seconds

@@ -144,7 +144,7 @@ def _curve(variant: Variant, budgets: Sequence[int], effort: Effort, seconds: fl
         return {}
     results = solve_all(
         variant.problem, [net_bytes(budget) for budget in budgets], seconds=seconds,
-        most_seconds=effort.time_limit, solver=effort.solver, seed=effort.seed, start=start,
+        most_seconds=effort.time_limit, solver=effort.solver, start=start,
         progress=effort.progress,
         known={net_bytes(budget): result for budget, result in known.items()})
     return {budget: replace(result, keep_all_cost=variant.base_seconds)

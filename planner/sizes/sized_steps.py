@@ -53,9 +53,6 @@ class SizedSteps:
         """`what`: the size in words, such as `batch`; `accumulation_of`: micro-batches per
         optimizer step, by size; by default those of `planning`; `are_many`: enough sizes are
         looked at for a graph with symbolic sizes, which takes as long as two or three others."""
-        if not callable(make_inputs):
-            raise TypeError(f"make_inputs must be a function from a {what} size to the inputs of a "
-                            f"step, got {type(make_inputs).__name__}")
         if make_loss_fn is not None and not callable(make_loss_fn):
             raise TypeError(f"make_loss_fn must be a function from a {what} size to the loss "
                             f"function, got {type(make_loss_fn).__name__}")
@@ -192,15 +189,6 @@ class SizedSteps:
             split_inputs(self._model, inputs)
         except TypeError as error:
             raise TypeError(f"make_inputs({size}) returned no inputs of a step: {error}") from None
-
-
-def model_first(model: Any, inputs: Any) -> tuple[nn.Module, Any]:
-    """The two arguments with the model first; the order (factory, model) is taken, too."""
-    from torch import nn
-
-    if isinstance(inputs, nn.Module) and not isinstance(model, nn.Module):
-        model, inputs = inputs, model
-    return model, inputs
 
 
 def factory_of(model: nn.Module, inputs: object, what: str) -> MakeInputs:

@@ -60,24 +60,6 @@ CATEGORIES = tuple(field.name for field in fields(MemoryByCategory))
 
 
 @dataclass(frozen=True, slots=True)
-class MemoryTimeline:
-    """Bytes by category at each position."""
-
-    bytes_of: tuple[tuple[int, ...], ...]
-    """For each position, the bytes of each category, in the order of `CATEGORIES`."""
-
-    @property
-    def peak_bytes(self) -> int:
-        """The highest total at any position."""
-        return max(map(sum, self.bytes_of))
-
-    def by_category(self) -> dict[str, list[int]]:
-        """Bytes at each position, by category."""
-        return {name: [row[place] for row in self.bytes_of]
-                for place, name in enumerate(CATEGORIES)}
-
-
-@dataclass(frozen=True, slots=True)
 class PlainTimeline:
     """Memory timeline of the plain step."""
 

@@ -18,7 +18,7 @@ the next batch that is made ahead.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, Literal
@@ -62,8 +62,6 @@ class TrainingLoop:
     `step`: they are local variables of a function that makes a whole step, rebound in each
     micro-batch. `loop`: they, and the batch, live until the next iteration rebinds them: a loop
     outside a function."""
-    load_state_dict: bool = False
-    """True if the parameters are loaded from a state dict on the same device."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,14 +139,9 @@ class _Composer:
                          tuple(self.spans[:-1]))
 
     def _load(self) -> None:
-        model = [block for block in self.resident if block.category is not Category.INPUTS]
-        copies = []
-        if self.loop.load_state_dict:
-            copies = [self._make(block._replace(category=Category.TEMPORARIES,
-                                                op="load_state_dict")) for block in model]
-        for block in model:
-            self._make(block)
-        self._release(copies)
+        for block in self.resident:
+            if block.category is not Category.INPUTS:
+                self._make(block)
         if self.optimizer is not None:
             self._play_optimizer(0, self.optimizer.first_begins)
 
@@ -272,23 +265,14 @@ class _Composer:
     def _play(self, trace: MemoryTrace, start: int, stop: int, ours: dict[int, int]) -> None:
         """Append the events of a part from `start` to `stop`; `ours`: maps its blocks to those of
         the loop."""
-        runs = [run for run in trace.runs if start <= run.event < stop]
-        placed: list[tuple[OpRun, int]] = []
-        following = iter(runs)
+        following = (run for run in trace.runs if start <= run.event < stop)
         run = next(following, None)
         for position in range(start, stop):
             while run is not None and run.event == position:
-                placed.append((run, len(self.events)))
+                self.runs.append(run._replace(event=len(self.events)))
                 run = next(following, None)
             event = trace.events[position]
             if event >= 0:
                 ours[event] = self._make(trace.blocks[event])
             else:
                 self.events.append(~ours[~event])
-        self.runs.extend(
-            made._replace(event=here, touched=_translated(made.touched, ours))
-            for made, here in placed)
-
-
-def _translated(blocks: Iterable[int], ours: dict[int, int]) -> tuple[int, ...]:
-    return tuple(ours[block] for block in blocks if block in ours)

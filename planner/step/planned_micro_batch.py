@@ -109,7 +109,6 @@ class _Planned:
     def _run_op(self, position: int, index: int, first: bool, last: int) -> None:
         op = self.graph.ops[index]
         begun = len(self.events)
-        touched = []
         if op.replay_state_bytes and first and last > position:
             self.replay_state[index] = self._make(op, op.replay_state_bytes, Category.ACTIVATIONS)
         taken = self.timeline.inplace_of[position]
@@ -122,16 +121,11 @@ class _Planned:
             buffer = self.graph.buffers[self.timeline.instances[number].storage]
             block = self._make(op, buffer.size_bytes, Category(buffer.kind.value), buffer.label)
             self.alive[number] = block
-            touched.append(block)
             if buffer.kept_to_end:
                 self.kept[block] = buffer
         if op.workspace_bytes:
-            touched.append(self._make(op, op.workspace_bytes, Category.TEMPORARIES))
-            self.events.append(~touched[-1])
-        spared = 0
-        if op.inplace and taken is None:
-            spared = self.graph.buffers[op.outputs[0]].size_bytes
-        self.runs.append(OpRun(begun, _name(op), op.module, (*touched, *self._read(op)), spared))
+            self.events.append(~self._make(op, op.workspace_bytes, Category.TEMPORARIES))
+        self.runs.append(OpRun(begun, _name(op), op.module))
         for number in leaving:
             self._release(number)
         if index in self.replay_state and last == position:
@@ -144,11 +138,6 @@ class _Planned:
             self.alive[number] = self._make(maker, size_bytes, Category.ACTIVATIONS)
         for number in self.gone[position]:
             self._release(number)
-
-    def _read(self, op: TrainingOp) -> list[int]:
-        wanted = set(op.inputs)
-        return [block for number, block in self.alive.items()
-                if self.timeline.instances[number].storage in wanted]
 
     def _make(self, op: TrainingOp, size_bytes: int, category: Category, label: str = "") -> int:
         self.blocks.append(Block(size_bytes, category, _name(op), op.module, label))

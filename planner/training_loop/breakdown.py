@@ -94,25 +94,6 @@ class MemoryHolder:
     """Number of blocks."""
 
 
-@dataclass(frozen=True, slots=True)
-class Floor:
-    """Memory that no recomputation lowers."""
-
-    size_bytes: int
-    """Memory alive during the op with the largest working set."""
-    phase: StepPhase
-    module: str
-    op: str
-    working_set_bytes: int
-    """The op's part of these bytes: activations, gradients of activations and workspace that it
-    reads, writes and uses."""
-
-    @property
-    def is_of_optimizer(self) -> bool:
-        """True if the floor is the peak of the optimizer's step."""
-        return self.phase is StepPhase.OPTIMIZER_STEP
-
-
 def breakdown_of(loop: LoopTrace) -> LoopBreakdown:
     """The peaks of every phase, by category."""
     phases = _phases(loop)
@@ -144,47 +125,6 @@ def holders_at(trace: MemoryTrace, event: int) -> tuple[MemoryHolder, ...]:
             counts[key] += 1
     found = [MemoryHolder(size, *key, counts[key]) for key, size in sizes.items()]
     return tuple(sorted(found, key=lambda h: (-h.size_bytes, h.category, h.module, h.op)))
-
-
-def floor_of(loop: LoopTrace) -> Floor:
-    """Lower bound on the peak under any recomputation of activations, with the kernels that ran.
-
-    Each run of an op needs its own tensors (an operand that its result can overwrite counts once
-    with it), and all memory other than activations and their gradients: parameters, gradients of
-    parameters, state, and the whole optimizer step.
-    """
-    trace = loop.trace
-    best = Floor(0, StepPhase.LOADING, "", "", 0)
-    fixed = 0  # bytes alive that no recomputation can release
-    alive: set[int] = set()
-    runs = sorted(trace.runs, key=lambda run: run.event)
-    following = 0
-    for span in loop.spans:
-        optimizing = span.phase is StepPhase.OPTIMIZER_STEP
-        for position in range(span.start, span.stop):
-            while following < len(runs) and runs[following].event <= position:
-                run = runs[following]
-                following += 1
-                own = sum(trace.blocks[block].size_bytes for block in run.touched
-                          if not (block in alive and _is_fixed(trace.blocks[block]))
-                          ) - run.spared_bytes
-                if not optimizing and fixed + own > best.size_bytes:
-                    best = Floor(fixed + own, span.phase, run.module, run.op, own)
-            event = trace.events[position]
-            block = trace.blocks[event if event >= 0 else ~event]
-            if _is_fixed(block):
-                fixed += block.size_bytes if event >= 0 else -block.size_bytes
-                (alive.add if event >= 0 else alive.discard)(event if event >= 0 else ~event)
-    breakdown = breakdown_of(loop)
-    for iteration in (breakdown.first, breakdown.steady):
-        for phase in iteration.phases:
-            if phase.phase is StepPhase.OPTIMIZER_STEP and phase.peak_bytes > best.size_bytes:
-                best = Floor(phase.peak_bytes, phase.phase, "", "", 0)
-    return best
-
-
-def _is_fixed(block: Block) -> bool:
-    return block.category not in (Category.ACTIVATIONS, Category.TEMPORARIES)
 
 
 def _place(block: Block) -> str:

@@ -12,7 +12,7 @@ from planner.arguments.parallel import DataParallel, check_parallel
 from planner.arguments.planning import Planning, check_in_backward
 from planner.progress import Progress, watched
 from planner.step.loop_trace import LoopTrace, MicroBatches, TrainingLoop, compose
-from planner.training_loop.breakdown import breakdown_of, floor_of
+from planner.training_loop.breakdown import breakdown_of
 from planner.training_loop.report import MemoryReport
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ def memory(model: nn.Module, inputs: object = None, *, optimizer: object = None,
            grad_clip: float | None = None, grad_scaler: bool = False, set_to_none: bool = True,
            zero_grad: Literal["after_step", "before_backward"] = "after_step",
            hold_output: bool | Literal["backward", "step", "loop"] = True,
-           load_state_dict: bool = False, parallel: DataParallel | None = None,
+           parallel: DataParallel | None = None,
            optimizer_in_backward: bool = False,
            device: torch.device | str | None = None, gpu: str | Gpu | None = None,
            probe: bool = True,
@@ -66,7 +66,6 @@ def memory(model: nn.Module, inputs: object = None, *, optimizer: object = None,
             step; `False`, only until the loss is made; `"backward"`, to the end of the backward;
             `"loop"`, into the next iteration, where the loop's names still refer to it.  The loss
             is kept as long, with `False` to the end of the backward.
-        load_state_dict: whether the parameters come from a state dict on the same device.
         parallel: how the run is spread over ranks; the loop is then that of one rank.
         optimizer_in_backward: as for `planner.plan`: hooks of the parameters step the optimizer and
             free each gradient; nothing is left of the step behind the backward.
@@ -78,7 +77,7 @@ def memory(model: nn.Module, inputs: object = None, *, optimizer: object = None,
     """
     dtype = Planning(loss_fn=loss_fn, gpu=gpu, accumulation=accumulation,
                      autocast=autocast).autocast_dtype
-    loop = _loop(accumulation, set_to_none, zero_grad, hold_output, load_state_dict)
+    loop = _loop(accumulation, set_to_none, zero_grad, hold_output)
     _check_clip(grad_clip)
     if optimizer_in_backward:
         check_in_backward("eager", accumulation, parallel)
@@ -131,8 +130,6 @@ def memory(model: nn.Module, inputs: object = None, *, optimizer: object = None,
 def _report(plain: PlainLoop, micro_batches: MicroBatches, optimizer: Any,
             settings: OptimizerSettings, loop: TrainingLoop, plan: Plan | None,
             say: Progress) -> MemoryReport:
-    from planner.training_loop.proposals import PresentLoop, propose
-
     traced = None
     if optimizer is not None:
         say("tracing the optimizer's step")
@@ -143,17 +140,12 @@ def _report(plain: PlainLoop, micro_batches: MicroBatches, optimizer: Any,
     breakdown = breakdown_of(trace)
     say("tracing the forward without gradients")
     inference = plain.inference()
-    floor = floor_of(trace)
-    say("looking for what would lower the peak")
-    proposals = propose(PresentLoop(trace, loop, plain, micro_batches, optimizer, traced, settings,
-                                    floor, plan is not None))
     return MemoryReport(
         breakdown.loading, breakdown.first, breakdown.steady, breakdown.resident,
         trace=trace, loop=loop, device=str(plain.fake_copy.device),
         optimizer=None if traced is None else traced.name, planned=plan is not None,
         inference_peak_bytes=(sum(block.size_bytes for block in resident)
                               + inference.peak_bytes),
-        floor=floor, proposals=proposals,
         reserved_bytes=_reserved(trace, plain.fake_copy.device, plain.gpu),
         notes=(*plain.notes, *_notes_on(traced)))
 
@@ -203,16 +195,15 @@ def _planned(model: nn.Module, inputs: object, plan: Plan, plain: PlainLoop,
     return lambda with_gradient: planned_micro_batch(variant.graph, timeline, names, with_gradient)
 
 
-def _loop(accumulation: int, set_to_none: bool, zero_grad: Any, hold_output: Any,
-          load_state_dict: bool) -> TrainingLoop:
+def _loop(accumulation: int, set_to_none: bool, zero_grad: Any, hold_output: Any
+          ) -> TrainingLoop:
     for name, value, known in (("zero_grad", zero_grad, _ZERO_GRAD),
                                ("hold_output", hold_output, _HOLD_OUTPUT)):
         if value not in known:
             raise ValueError(f"unknown {name} {value!r}; known: {', '.join(map(str, known))}")
     return TrainingLoop(accumulation=accumulation, set_to_none=bool(set_to_none),
                         zero_grad=zero_grad,
-                        hold_output={True: "step", False: "backward"}.get(hold_output, hold_output),
-                        load_state_dict=bool(load_state_dict))
+                        hold_output={True: "step", False: "backward"}.get(hold_output, hold_output))
 
 
 def _check_clip(grad_clip: object) -> None:

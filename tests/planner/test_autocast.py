@@ -31,9 +31,7 @@ def test_the_step_is_planned_and_verified_under_autocast(name, autocast):
     assert found.ok, str(found)
     assert found.peak_bytes == pytest.approx(plan.peak_bytes, rel=0.02 if name == "unet" else 0)
     # From the plain step it is as far as any captured step, from that without a plan not at all.
-    if found.max_gradient_error > found.tolerance:
-        assert found.captured.gradient_error == found.captured.loss_error == 0
-        assert "without a plan" in str(found)
+    assert found.max_gradient_error == found.loss_error == 0
 
 
 def test_autocast_around_the_call_gives_the_same_plan():
@@ -78,7 +76,7 @@ def test_a_wrong_gradient_is_seen_below_the_rounding_of_the_dtype(monkeypatch, d
 
     monkeypatch.setattr(module, "apply", Almost)
     found = verified(case, plan)
-    assert not found.ok and found.captured.gradient_error > found.tolerance, str(found)
+    assert not found.ok and found.max_gradient_error > found.tolerance, str(found)
     assert "NOT OK" in str(found)
 
 
@@ -88,8 +86,7 @@ def test_rounding_of_inductors_kernels_is_what_the_tolerance_allows():
     plan = planned(case, autocast="bf16", backend="inductor")
     plan = planned(case, autocast="bf16", backend="inductor", budget=int(0.95 * plan.peak_bytes))
     found = verified(case, plan)
-    assert found.ok and found.captured is None, str(found)
-    assert found.tolerance < 0.01
+    assert found.ok and found.tolerance < 0.01, str(found)
     assert not dataclasses.replace(found, max_gradient_error=2.1 * found.tolerance).ok
 
 

@@ -1,7 +1,6 @@
 """Plan files: canonical, readable by the published schema, and refused where they are no plan."""
 
 import copy
-import fcntl
 import json
 import os
 import re
@@ -111,17 +110,6 @@ def test_saving_writes_to_a_pipe_or_a_device(tmp_path):
     make_plan().save(os.devnull)
     assert stat.S_ISCHR(os.stat(os.devnull).st_mode)
     assert os.listdir(tmp_path) == ["pipe"]
-
-
-def test_drafts_of_writers_that_were_killed_are_removed(saved):
-    abandoned, other = saved.with_name(".plan.json.0123abcd.tmp"), saved.with_name(".other.tmp")
-    written = saved.with_name(".plan.json.89abcdef.tmp")
-    for draft in (abandoned, other, written):
-        draft.write_text("half a plan")
-    with written.open() as stream:  # by another process, at this moment
-        fcntl.flock(stream, fcntl.LOCK_EX)
-        make_plan(2200).save(saved)
-    assert {*os.listdir(saved.parent)} == {"plan.json", written.name, other.name}
 
 
 @pytest.mark.parametrize("name", ["p" * 250 + ".json", "\u00e4" * 125 + ".json"])

@@ -181,13 +181,6 @@ def test_a_state_that_is_there_already_makes_the_first_step_like_any_other():
     assert fresh.steady.phases[-1].memory == report.steady.phases[-1].memory
 
 
-def test_loading_from_a_state_dict_on_the_device_takes_the_parameters_twice():
-    usual = planner.memory(Network(), (IDS,), loss_fn=loss_fn)
-    loaded = planner.memory(Network(), (IDS,), loss_fn=loss_fn, load_state_dict=True)
-    assert loaded.loading.peak_bytes == 2 * usual.loading.peak_bytes
-    assert loaded.steady.peak_bytes == usual.steady.peak_bytes
-
-
 def test_inference_is_the_forward_without_what_the_backward_needs():
     from planner._graph_capture.memory.allocator import record_peak
 
