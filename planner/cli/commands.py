@@ -24,6 +24,7 @@ from planner.cli.options import (
     PlanPath,
     RankOptions,
     SizeBudget,
+    SizedTargetOptions,
     SizeOptions,
     TargetOptions,
     command,
@@ -49,7 +50,7 @@ def plan(target: TargetOptions, planning: Planning, ranks: RankOptions, budget: 
     parse_budget(None, budget)
     parallel = ranks.settings()
     check_writable(save_to)
-    model, example, loss_fn, _ = load_target(target, device="meta")
+    model, example, loss_fn = load_target(target, device="meta")
     planning = replace(planning, loss_fn=loss_fn, parallel=parallel)
     made = make_plan(model, example, budget=budget, **planning.arguments())
     if save_to is not None:
@@ -86,7 +87,7 @@ def frontier(
 
     check_plot(plot)
     parallel = ranks.settings()
-    model, example, loss_fn, _ = load_target(target, device="meta")
+    model, example, loss_fn = load_target(target, device="meta")
     curve = trace(model, example, points=points,
                             **replace(planning, loss_fn=loss_fn, parallel=parallel).arguments())
     if plot is not None:
@@ -108,7 +109,7 @@ def verify(
 
     plan = load(path)
     _check_device(device)
-    model, example, loss_fn, _ = load_target(target, device=device)
+    model, example, loss_fn = load_target(target, device=device)
     verification = compare(model, plan, example, loss_fn=loss_fn)
     print_result(verification, verification_report, json=json)
     if not verification.ok:
@@ -126,18 +127,18 @@ def _check_device(device: str) -> None:
         raise UsageError("--device meta: no step can run there; name a real device, such as cpu")
 
 
-@command(without=("batch",))
-def max_batch(target: TargetOptions, sizes: SizeOptions, planning: Planning,
+@command(without=("batch", "inputs"))
+def max_batch(target: SizedTargetOptions, sizes: SizeOptions, planning: Planning,
               ranks: RankOptions, save_to: Output = None, json: Json = False) -> None:
     """Find the largest batch of TARGET whose training step fits a budget."""
     _find_largest("batch", target, sizes, planning, ranks, save_to, json)
 
 
-def _find_largest(what: str, options: TargetOptions, sizes: SizeOptions, planning: Planning,
+def _find_largest(what: str, options: SizedTargetOptions, sizes: SizeOptions, planning: Planning,
                   ranks: RankOptions, save_to: Path | None, json: bool) -> None:
     """Find the largest size, `batch` or `sequence`, and print it."""
     from planner.arguments.budget import absolute_budget
-    from planner.cli.target import load_target
+    from planner.cli.target import load_sized_target
     from planner.reporters.choices import largest_report
     from planner.sizes.batch_size import check_overhead, max_batch_size, max_sequence_length
 
@@ -145,14 +146,13 @@ def _find_largest(what: str, options: TargetOptions, sizes: SizeOptions, plannin
     planning = replace(planning, parallel=ranks.settings())
     limit = check_overhead(_fraction(sizes.overhead))
     check_writable(save_to)
-    if what == "sequence" and options.target.startswith("hf:"):
-        options = replace(options, seq=sizes.smallest)
-    target = load_target(options, device="meta")
-    longest = target.longest if what == "sequence" else None
+    first = -(-sizes.smallest // sizes.multiple_of) * sizes.multiple_of
+    target = load_sized_target(options, what, first=first, device="meta")
     search = max_batch_size if what == "batch" else max_sequence_length
-    found = search(target.model, target.inputs, budget=sizes.budget, overhead=limit,
+    found = search(target.model, target.make_inputs, budget=sizes.budget, overhead=limit,
                    plan=sizes.plan, smallest=sizes.smallest, multiple_of=sizes.multiple_of,
-                   largest=longest if sizes.largest is None else sizes.largest,
+                   largest=target.largest if sizes.largest is None else sizes.largest,
+                   make_loss_fn=target.make_loss_fn,
                    **replace(planning, loss_fn=target.loss_fn).arguments())
     if save_to is not None and found.plan is not None:
         found.plan.save(save_to)
@@ -169,34 +169,34 @@ def _fraction(text: str | None) -> float | None:
         raise UsageError(f"--overhead must be such as 35% or 0.35, got {text!r}") from None
 
 
-@command(without=("seq",))
-def max_seq(target: TargetOptions, sizes: SizeOptions, planning: Planning,
+@command(without=("seq", "inputs"))
+def max_seq(target: SizedTargetOptions, sizes: SizeOptions, planning: Planning,
             ranks: RankOptions, save_to: Output = None, json: Json = False) -> None:
     """Find the longest sequences of TARGET whose training step fits a budget."""
     _find_largest("sequence", target, sizes, planning, ranks, save_to, json)
 
 
-@command(without=("batch", "accumulation"))
+@command(without=("batch", "inputs", "accumulation"))
 def advise(
-    target: TargetOptions, budget: SizeBudget,
+    target: SizedTargetOptions, budget: SizeBudget,
     effective_batch: Annotated[int, typer.Option(
         "--effective-batch", min=1, help="Samples for each step of the optimizer.")],
     planning: Planning, ranks: RankOptions, save_to: Output = None, json: Json = False,
 ) -> None:
     """List the ways to run an effective batch of TARGET within a budget, the fastest first."""
     from planner.arguments.budget import absolute_budget
-    from planner.cli.target import load_target
+    from planner.cli.target import load_sized_target
     from planner.reporters.choices import advice_report
     from planner.sizes.advice import advise as find_choices
 
     absolute_budget(None, budget, "which differs with the batch")
     check_writable(save_to)
     planning = replace(planning, parallel=ranks.settings())
-    model, inputs, loss_fn, _ = load_target(target, device="meta")
-    arguments = replace(planning, loss_fn=loss_fn).arguments()
+    found = load_sized_target(target, "batch", first=1, device="meta")
+    arguments = replace(planning, loss_fn=found.loss_fn).arguments()
     del arguments["accumulation"]
-    advice = find_choices(model, inputs, effective_batch=effective_batch, budget=budget,
-                          **arguments)
+    advice = find_choices(found.model, found.make_inputs, effective_batch=effective_batch,
+                          budget=budget, make_loss_fn=found.make_loss_fn, **arguments)
     if save_to is not None and advice.best.plan is not None:
         advice.best.plan.save(save_to)
     print_result(advice, advice_report, json=json)
@@ -245,7 +245,7 @@ def memory(
     from planner.training_loop.memory import memory as predict
 
     plan = None if plan_path is None else load(plan_path)
-    model, example, loss_fn, _ = load_target(target, device="meta")
+    model, example, loss_fn = load_target(target, device="meta")
     report = predict(
         model, example, loss_fn=loss_fn, optimizer=planning.optimizer, plan=plan,
         accumulation=planning.accumulation, autocast=planning.autocast, grad_clip=grad_clip,

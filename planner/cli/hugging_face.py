@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import difflib
 import json
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -45,10 +46,8 @@ _TASKS = (
 )
 
 
-def load_hugging_face(options: TargetOptions, *, device: str
-                      ) -> tuple[nn.Module, dict[str, Any], int | None]:
-    """The model on `device` in training mode, keyword inputs with labels, and the longest sequence,
-    if the config states it.
+def load_hugging_face(options: TargetOptions, *, device: str) -> tuple[nn.Module, dict[str, Any]]:
+    """The model on `device` in training mode, and keyword inputs with labels.
 
     Raises `UsageError` for an unknown type, file or setting, and `TargetError` if transformers is
     missing or rejects the config.
@@ -63,8 +62,29 @@ def load_hugging_face(options: TargetOptions, *, device: str
         inputs[name] = spec if known is None else replace(spec, below=known.below)
     if family.takes_text and "input_ids" in given:
         _check_positions(inputs["input_ids"], positions, family)
-    return (model, {name: spec.make(device) for name, spec in inputs.items()},
-            positions or family.stated_positions)
+    return model, {name: spec.make(device) for name, spec in inputs.items()}
+
+
+def load_sized_hugging_face(
+    options: TargetOptions, what: str, *, device: str
+) -> tuple[nn.Module, Callable[[int], dict[str, Any]], int | None]:
+    """The model on `device` in training mode; a function from a size to keyword inputs with labels;
+    and the largest size, if the config states it.
+
+    `what` is the size that varies, `batch` or `sequence`; the other is that of `options`.  Raises
+    as `load_hugging_face`.
+    """
+    family = _family(options)
+
+    def make_inputs(size: int) -> dict[str, Any]:
+        sized = (replace(options, batch=size) if what == "batch" else
+                 replace(options, seq=size))
+        return {spec.name: spec.make(device) for spec in _batch(family, sized, positions)}
+
+    model = _build(family, options.target, device)
+    positions = _positions(model, family)
+    make_inputs(1)  # raises usage errors early
+    return model, make_inputs, None if what == "batch" else positions or family.stated_positions
 
 
 @dataclass(frozen=True, slots=True)

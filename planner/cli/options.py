@@ -58,6 +58,16 @@ class TargetOptions:
 
 
 @dataclass(frozen=True, slots=True)
+class SizedTargetOptions(TargetOptions):
+    """Options of a model that is evaluated at several sizes."""
+
+    target: str = field(metadata=flag(
+        "package.module:factory or path/to/file.py:factory (called with the size, returns (model, "
+        "inputs) or (model, inputs, loss_fn)), or hf:CONFIG (a config.json, or a model type such "
+        "as gpt2).", positional=True, metavar="TARGET"))
+
+
+@dataclass(frozen=True, slots=True)
 class SizeOptions:
     """Options of the search for the largest size."""
 

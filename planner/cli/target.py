@@ -3,8 +3,8 @@ loaded as model, inputs and loss.
 
 A factory is imported from the Python path and the current directory, or from its file, and called
 without arguments.  It returns a model, or a model and its inputs, and the loss if the model does
-not compute it.  Commands that vary the size of the step resize these inputs, as
-`planner.max_batch_size` does.
+not compute it.  Commands that vary the size of the step call it with the size, `factory(32)`; the
+model of the first call is used throughout, later calls provide inputs and loss only.
 
 `--loss` names a function of the output.
 """
@@ -13,9 +13,11 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import inspect
 import os
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -38,8 +40,6 @@ class Target(NamedTuple):
     """`None`: the model's own."""
     loss_fn: LossFn | None
     """`None` if the model computes its loss."""
-    longest: int | None = None
-    """The longest sequence that the model accepts, if known."""
 
 
 def load_target(options: TargetOptions, *, device: str) -> Target:
@@ -53,10 +53,10 @@ def load_target(options: TargetOptions, *, device: str) -> Target:
     if options.target.startswith("hf:"):
         from planner.cli.hugging_face import load_hugging_face
 
-        known, batch, longest = load_hugging_face(options, device=device)
-        return Target(known, batch, given, longest)
+        known, batch = load_hugging_face(options, device=device)
+        return Target(known, batch, given)
     refuse_hf_options(options, "a factory sets its own sizes, or takes --input NAME:DTYPE[SHAPE]")
-    model, inputs, loss_fn, _ = call_factory(options.target, find_factory(options.target))
+    model, inputs, loss_fn = call_factory(options.target, find_factory(options.target))
     if options.inputs:
         inputs = {name: spec.make(device) for name, spec in parse_inputs(options.inputs).items()}
     return Target(model, inputs, given or loss_fn)
@@ -79,7 +79,7 @@ def find_factory(target: str) -> Callable[..., Any]:
     return found
 
 
-def call_factory(target: str, factory: Any) -> Target:
+def call_factory(target: str, factory: Any, *arguments: object) -> Target:
     """Call a factory and normalize its result."""
     from torch import nn
 
@@ -89,7 +89,7 @@ def call_factory(target: str, factory: Any) -> Target:
         raise UsageError(f"TARGET {target!r} is no function that makes a model, but "
                          f"{type(factory).__name__}")
     try:
-        made = factory()
+        made = factory(*arguments)
     except KeyboardInterrupt:
         raise
     except BaseException as error:
@@ -104,6 +104,75 @@ def call_factory(target: str, factory: Any) -> Target:
            else type(made).__name__)
     raise TargetError(f"the factory {target!r} must return a model, (model, inputs) or (model, "
                       f"inputs, loss_fn), where loss_fn(output) gives the loss; got {got}")
+
+
+@dataclass(frozen=True, slots=True)
+class SizedTarget:
+    """The target named on the command line."""
+
+    model: nn.Module
+    make_inputs: Callable[[int], object]
+    largest: int | None
+    """The largest size that the model accepts, if known."""
+    loss_fn: LossFn | None = None
+    """The loss at any size; `None`: that of the factory, or of the model."""
+    make_loss_fn: Callable[[int], LossFn] | None = None
+    """The factory's loss by size; `None` if it returns none."""
+
+
+def load_sized_target(options: TargetOptions, what: str, *, first: int,
+                      device: str) -> SizedTarget:
+    """Load the model and a function from size to inputs; `what` varies, `batch` or `sequence`.
+
+    `first`: the first size that a factory is called with; `device`: for an `hf:` target.  Raises
+    `UsageError` and `TargetError` like `load_target`.
+    """
+    loss_fn = find_loss(options.loss)
+    if options.target.startswith("hf:"):
+        from planner.cli.hugging_face import load_sized_hugging_face
+
+        return SizedTarget(*load_sized_hugging_face(options, what, device=device), loss_fn)
+    refuse_hf_options(options,
+                      f"a factory is called with the {what} size and sets all others itself")
+    factory = find_factory(options.target)
+    if callable(factory) and not _takes_a_size(factory):
+        raise UsageError(f"TARGET {options.target!r} must take the {what} size and return "
+                         "(model, inputs): it is called as factory(32)")
+
+    made: dict[int, Target] = {}  # the last one: inputs and loss are requested in turn
+
+    def make(size: int) -> Target:
+        if size not in made:
+            target = call_factory(options.target, factory, size)
+            if target.inputs is None:
+                raise TargetError(
+                    f"the factory {options.target!r} must return (model, inputs) here, inputs of "
+                    "the size that it is called with; got a model alone")
+            made.clear()
+            made[size] = target
+        return made[size]
+
+    def make_loss_fn(size: int) -> LossFn:
+        loss = make(size).loss_fn
+        if loss is None:
+            raise TargetError(f"the factory {options.target!r} returned a loss_fn before, and none "
+                              f"for the size {size}")
+        return loss
+
+    target = make(first)
+    own_loss = target.loss_fn is not None and loss_fn is None
+    return SizedTarget(target.model, lambda size: make(size).inputs, None, loss_fn,
+                       make_loss_fn if own_loss else None)
+
+
+def _takes_a_size(factory: Callable[..., object]) -> bool:
+    try:
+        inspect.signature(factory).bind(1)
+    except TypeError:
+        return False
+    except ValueError:  # no signature available
+        return True
+    return True
 
 
 def find_object(what: str, text: str) -> Any:

@@ -29,7 +29,7 @@ from planner.progress import Progress, watched
 from planner.search.effort import Effort
 from planner.search.planning import plan_within, refusal
 from planner.sizes.bracketing import find_largest, secant
-from planner.sizes.sized_steps import MakeLoss, SizedSteps, factory_of
+from planner.sizes.sized_steps import MakeLoss, SizedSteps, factory_of, model_first
 from planner.step.prepared import PreparedStep
 
 if TYPE_CHECKING:
@@ -128,6 +128,7 @@ def advise(model: nn.Module, inputs: object = None, *, effective_batch: int,
     The other arguments and errors are those of `planner.plan`, except `accumulation`, which is
     searched; the budget must not be a percentage. Raises `InfeasibleBudget` if nothing fits.
     """
+    model, inputs = model_first(model, inputs)
     planning = Planning.of(advise, arguments).without_offload("planner.advise")
     count = check_count("effective_batch", effective_batch)
     ranks = 1 if planning.parallel is None else planning.parallel.ranks

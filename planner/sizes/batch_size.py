@@ -25,7 +25,7 @@ from planner.progress import Progress, watched
 from planner.search.planning import Effort, plan_within, refusal
 from planner.sizes.bracketing import Bracket, find_largest, secant
 from planner.sizes.feasibility import Feasibility
-from planner.sizes.sized_steps import MakeLoss, SizedSteps, factory_of
+from planner.sizes.sized_steps import MakeLoss, SizedSteps, factory_of, model_first
 from planner.units import format_bytes, format_fraction
 
 if TYPE_CHECKING:
@@ -206,6 +206,7 @@ class _Wishes:
 def _largest_size(what: str, model: nn.Module, inputs: object, wishes: _Wishes,
                   planning: Planning, make_loss_fn: MakeLoss | None, progress: Progress | None
                   ) -> LargestSize:
+    model, inputs = model_first(model, inputs)
     make_inputs = factory_of(model, inputs, what)
     budget_bytes = absolute_budget(*wishes.budget, f"which differs with the {what}")
     with watched(progress, f"looking for the largest {what} of {type(model).__name__}") as report:

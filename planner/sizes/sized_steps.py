@@ -191,6 +191,15 @@ class SizedSteps:
             raise TypeError(f"make_inputs({size}) returned no inputs of a step: {error}") from None
 
 
+def model_first(model: Any, inputs: Any) -> tuple[nn.Module, Any]:
+    """The two arguments with the model first; the order (factory, model) is taken, too."""
+    from torch import nn
+
+    if isinstance(inputs, nn.Module) and not isinstance(model, nn.Module):
+        model, inputs = inputs, model
+    return model, inputs
+
+
 def factory_of(model: nn.Module, inputs: object, what: str) -> MakeInputs:
     """A function from a size to inputs: `inputs` if it is one, else `inputs` with another `batch`
     or `sequence` (`what`).

@@ -47,6 +47,9 @@ def test_the_found_batch_fits_with_the_plan_and_the_next_with_none(found):
 def test_inputs_of_any_batch_stand_for_a_function(found, batch):
     largest = look(inputs=make_inputs(batch), smallest=found.planned, largest=found.planned + 1)
     assert (largest.planned, largest.plan.peak_bytes) == (found.planned, found.plan.peak_bytes)
+    earlier = planner.max_batch_size(make_inputs(batch), Net(), budget="300kB", plan=False,
+                                     loss_fn=mean_square)
+    assert earlier.plain == found.plain
 
 
 def test_lengths_are_those_of_the_second_dimension_and_of_masks():

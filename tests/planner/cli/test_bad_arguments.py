@@ -37,7 +37,9 @@ def fail(error):
 inputs = torch.ones(4, 3)
 def model(): return Model(), inputs
 def alone(): return Model()
+def sized(size): return Model(), torch.ones(size, 3)
 def exits(): sys.exit(7)
+def sized_exits(size): sys.exit(7)
 def exits_well(): sys.exit(0)
 def exits_in_forward(): return Model(lambda: sys.exit(9)), inputs
 def exits_in_loss(): return Model(), inputs, lambda output: sys.exit(3)
@@ -129,8 +131,8 @@ plan GPT2 --input input_ids:float32[1,8]
 memory own_bad:exits_in_forward
 memory own_bad:model --plan missing.json
 frontier own_bad:exits
-max-batch own_bad:exits --budget 1GB
-advise own_bad:exits --budget 1GB --effective-batch 4
+max-batch own_bad:sized_exits --budget 1GB
+advise own_bad:sized_exits --budget 1GB --effective-batch 4
 show missing.json
 show NO_UTF8
 show EMPTY
@@ -251,23 +253,23 @@ verify own_bad:model
 verify own_bad:model plan.json --device x
 verify own_bad:model plan.json --device meta
 verify own_bad:model plan.json --device cuda:99
-max-batch own_bad:model
-max-batch own_bad:alone --budget 1GB
-max-batch own_bad:model --budget 50%
-max-batch own_bad:model --budget 1e308GB
-max-batch own_bad:model --budget 1GB --overhead nan
-max-batch own_bad:model --budget 1GB --overhead -1
-max-batch own_bad:model --budget 1GB --overhead x%
-max-batch own_bad:model --budget 1GB --smallest 10 --largest 5
-max-batch own_bad:model --budget 1GB --multiple-of 0
-max-batch own_bad:model --budget 1GB --device x
+max-batch own_bad:sized
+max-batch own_bad:model --budget 1GB
+max-batch own_bad:sized --budget 50%
+max-batch own_bad:sized --budget 1e308GB
+max-batch own_bad:sized --budget 1GB --overhead nan
+max-batch own_bad:sized --budget 1GB --overhead -1
+max-batch own_bad:sized --budget 1GB --overhead x%
+max-batch own_bad:sized --budget 1GB --smallest 10 --largest 5
+max-batch own_bad:sized --budget 1GB --multiple-of 0
+max-batch own_bad:sized --budget 1GB --device x
 max-batch GPT2 --budget 1GB
 max-seq GPT2 --budget 1GB --smallest 49
-max-seq own_bad:alone --budget 1GB
-advise own_bad:model --budget 1GB
-advise own_bad:model --budget 1GB --effective-batch 0
-advise own_bad:model --budget 1GB --effective-batch x
-advise own_bad:model --budget 50% --effective-batch 4
+max-seq own_bad:model --budget 1GB
+advise own_bad:sized --budget 1GB
+advise own_bad:sized --budget 1GB --effective-batch 0
+advise own_bad:sized --budget 1GB --effective-batch x
+advise own_bad:sized --budget 50% --effective-batch 4
 """
 
 

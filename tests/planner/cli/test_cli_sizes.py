@@ -14,16 +14,23 @@ TINY_GPT2 = ["hf:gpt2", "--set", "n_layer=1", "--set", "n_embd=32", "--set", "n_
 FACTORY = """
 import torch
 
-def make():
+def sized(batch):
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(8, 64), torch.nn.Tanh(), torch.nn.Linear(64, 1))
-    return model, (torch.zeros(3, 8),)
+    return model, (torch.zeros(batch, 8),)
 
-def lone():
-    return make()[0]
+def fixed():
+    return sized(3)
 
-def with_loss():
-    return (*make(), mean_square)
+def lone(batch):
+    return sized(batch)[0]
+
+def unmoved(batch):
+    return sized(3)
+
+def with_loss(batch):
+    labels = torch.ones(batch, 1)
+    return (*sized(batch), lambda output: torch.nn.functional.mse_loss(output, labels))
 
 def mean_square(output):
     return output.square().mean()
@@ -64,31 +71,36 @@ def test_advice_on_an_hf_target():
     assert "micro-batch" in result.stdout and result.stderr == ""
 
 
-def test_the_inputs_of_a_factory_are_resized(factories):
-    found = json.loads(run("max-batch", f"{factories}:make", "--budget", "20kB", "--no-plan",
+def test_a_factory_is_called_with_the_size(factories):
+    found = json.loads(run("max-batch", f"{factories}:sized", "--budget", "20kB", "--no-plan",
                            "--json").stdout)
     assert found["plain"]["next"] == found["plain"]["largest"] + 1
-    advice = json.loads(run("advise", f"{factories}:make", "--budget", "20kB",
+    advice = json.loads(run("advise", f"{factories}:sized", "--budget", "20kB",
                             "--effective-batch", "8", "--solver", "dp", "--json").stdout)
     assert advice["effective_batch"] == 8 and advice["choices"]
 
 
-def test_the_loss_of_a_factory_or_an_option_counts(factories):
+def test_the_loss_of_a_factory_is_made_for_each_size(factories):
     arguments = ["--budget", "20kB", "--no-plan", "--json"]
     own, none, named = (
         json.loads(run("max-batch", f"{factories}.py:{target}", *arguments, *loss).stdout)["plain"]
-        for target, loss in (("with_loss", []), ("make", []),
-                             ("make", ["--loss", f"{factories}.py:mean_square"]))
+        for target, loss in (("with_loss", []), ("sized", []),
+                             ("sized", ["--loss", f"{factories}.py:mean_square"]))
     )
-    assert own == named
+    assert own["largest"] and named["largest"]
     # Without a loss a gradient of the output's own size is held by the caller.
     assert own["peak_bytes"] / own["largest"] != none["peak_bytes"] / none["largest"]
 
 
-@pytest.mark.parametrize(("target", "message"), [
-    ("lone", "pass inputs"), ("none", "has no 'none'")])
-def test_a_factory_that_gives_no_inputs_or_is_none(factories, target, message):
-    assert message in run("max-batch", f"{factories}:{target}", "--budget", "20kB", code=2).stderr
+@pytest.mark.parametrize(("target", "code", "message"), [
+    ("fixed", 2, "must take the batch size"),
+    ("lone", 1, "(model, inputs)"),
+    ("unmoved", 2, "same shapes"),
+    ("none", 2, "has no 'none'"),
+])
+def test_a_factory_that_takes_or_returns_something_else(factories, target, code, message):
+    assert message in run("max-batch", f"{factories}:{target}", "--budget", "20kB",
+                          code=code).stderr
 
 
 @pytest.mark.parametrize("arguments", [

@@ -58,7 +58,7 @@ def factories(tmp_path, monkeypatch):
 
 
 def load(target, device="meta", **options):
-    model, inputs, _, _ = load_target(TargetOptions(target, **options), device=device)
+    model, inputs, _ = load_target(TargetOptions(target, **options), device=device)
     return model, inputs
 
 
