@@ -1,62 +1,86 @@
-"""Run a graph captured by Dynamo under the schedule with the lowest peak.
+"""Graphs captured by Dynamo, planned and run as models.
 
-The first training step of some shapes is planned and run under that plan, and so is every later
-step of the same shapes.  Smaller shapes use the plan of larger ones if it serves them.
+The first training step of some shapes is planned as by `planner.plan` and run under that plan, and
+so is every later step of the same shapes.  Smaller shapes use the plan of larger ones if it serves
+them; others are planned when they come.  If they do not fit, they run under the schedule with the
+lowest peak, with a warning.  A percentage is of the plain step of the first shapes.
 
 The loss is the first differentiable scalar that the graph returns; without one, every
 differentiable output counts with a gradient of its own size.
 
-Blind spot: allocations of the code around the graph are not seen.
+Blind spots: ops captured by Dynamo do not know their modules, so `keep` can name only ops
+(`"aten.topk"`); allocations of the code around the graph are not seen.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 from weakref import ref
 
 import torch
 from torch import fx, nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from planner._graph_capture.foreign_calls import foreign_call
-from planner.api import capture
-from planner.errors import PlanMismatch
+from planner.api import plan
+from planner.arguments.planning import PlanArguments
+from planner.errors import InfeasibleBudget, PlanMismatch
 from planner.plans.plan import Plan
 from planner.reporters.one_line import summarize
-from planner.search.effort import Effort
-from planner.search.planning import leanest_plan
 
-log = logging.getLogger("planner")
+log = logging.getLogger("planner.torch_compile_backend")
 
-_SECONDS = 5.0
-"""Time limit of a plan, which is made within a step."""
+_SECONDS_FOR_LEAST = 5.0
+"""Time limit of the lowest-peak plan, which is made within a step."""
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """Contents of `torch.compile(options=…)`; see `planner.plan`."""
+
+    budget_gb: float | None = None
+    budget: int | str | None = None
+    inductor: bool = True
+    """Compile with Inductor; otherwise the planned graphs run op by op."""
+    takes_least: bool = False
+    """Run under the schedule with the lowest peak, whatever the budget, without a warning."""
+    arguments: PlanArguments = field(default_factory=PlanArguments)
+    """The other arguments, except those that the captured graph determines."""
 
 
 def with_least_memory(module: fx.GraphModule) -> Callable[..., Any]:
     """The captured graph as a function that runs op by op under the schedule with the lowest
     peak."""
-    planned: Callable[..., Any] = torch.compiler.disable(_LeanGraph(module))
+    planned: Callable[..., Any] = torch.compiler.disable(PlannedGraph(module, Options(
+        budget=1, inductor=False, takes_least=True, arguments={"time_limit": _SECONDS_FOR_LEAST})))
     return planned
 
 
-class _LeanGraph:
+class PlannedGraph:
     """A captured graph that is planned when it first runs with inputs of some shapes."""
 
-    def __init__(self, module: fx.GraphModule) -> None:
-        self._module = module
+    def __init__(self, module: fx.GraphModule, options: Options) -> None:
+        self._module, self._options = module, options
         self._numbers = _arguments_read_as_numbers(module)
         self._applied: dict[tuple[object, ...], _Applied] = {}
         self._made: list[Plan] = []
         """Plans of this graph, for any parameters."""
+        self._has_warned = False
 
     def __call__(self, *args: Any) -> Any:
         tensors = [arg for arg in args if isinstance(arg, torch.Tensor)]
-        if not torch.is_grad_enabled() or not any(t.requires_grad for t in tensors) or (
-                foreign_call() is not None):
+        if not torch.is_grad_enabled() or not any(t.requires_grad for t in tensors):
+            return self._module(*args)
+        if (foreign := foreign_call()) is not None:
+            if not (foreign.is_traced or self._has_warned):
+                self._has_warned = True
+                warnings.warn(foreign.reason, stacklevel=2)
             return self._module(*args)
         key = tuple(
             arg if not isinstance(arg, torch.Tensor) else
@@ -73,15 +97,15 @@ class _LeanGraph:
         """Run the first step of some shapes, under a plan of larger ones or a new one."""
         region = _as_module(self._module, args)
         inputs = region.inputs_of(args)
-        for known in self._made:
+        plans = _plans_of(args, self._options)
+        for known in {id(each): each for each in (*plans, *self._made)}.values():
             with suppress(PlanMismatch):
                 call = known.apply(region)
                 outputs = call(*inputs)
                 break
         else:
-            prepared = capture(region, inputs, loss_fn=_loss_among(self._module))
-            made = leanest_plan(prepared, Effort(time_limit=_SECONDS))
-            log.info("%s", summarize(made))
+            made = self._plan(region, inputs, plans)
+            plans.append(made)
             self._made.append(made)
             call = made.apply(region)
             outputs = call(*inputs)
@@ -90,6 +114,27 @@ class _LeanGraph:
             ref(arg, partial(_forget, self._applied, key)) for arg in args
             if isinstance(arg, nn.Parameter)))
         return outputs
+
+    def _plan(self, region: Any, inputs: tuple[Any, ...], earlier: Sequence[Plan]) -> Plan:
+        options = self._options
+        limit: dict[str, Any] = {"budget_gb": options.budget_gb, "budget": options.budget}
+        # A percentage is of the first planned step.
+        if earlier and options.budget is not None and not options.takes_least:
+            limit["budget"] = earlier[0].budget_bytes
+        arguments: PlanArguments = {**options.arguments, "loss_fn": _loss_among(self._module),
+                                    "backend": "inductor" if options.inductor else "eager"}
+        log.info("planning a captured graph of %d nodes", len(self._module.graph.nodes))
+        try:
+            made = plan(region, inputs, **limit, **arguments)
+        except InfeasibleBudget as refusal:
+            if not (earlier or options.takes_least):
+                raise
+            if not options.takes_least:
+                log.warning("a step with inputs of other shapes does not fit in the budget, and "
+                            "runs under the schedule that takes least: %s", refusal)
+            made = plan(region, inputs, budget=refusal.minimum_bytes, **arguments)
+        log.info("%s", summarize(made))
+        return made
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +158,25 @@ class _Applied:
 def _forget(applied: dict[tuple[object, ...], _Applied], key: tuple[object, ...],
             _: object) -> None:
     applied.pop(key, None)
+
+
+_PLANS = WeakIdKeyDictionary()
+"""The plans made so far, keyed weakly by a parameter of their model: Dynamo captures other shapes
+as another graph, which has no reference to the first.  The first plan of each list has the budget
+in bytes that a percentage resolves to."""
+
+
+def _plans_of(args: tuple[Any, ...], options: Options) -> list[Plan]:
+    """The list of plans made for this model with these options."""
+    parameter = next((arg for arg in args if isinstance(arg, nn.Parameter)), None)
+    if parameter is None:
+        return []
+    by_options: list[tuple[Options, list[Plan]]] = _PLANS.setdefault(parameter, [])
+    for known, plans in by_options:
+        if known == options:
+            return plans
+    by_options.append((options, []))
+    return by_options[-1][1]
 
 
 def _as_module(module: fx.GraphModule, args: tuple[Any, ...]) -> Any:

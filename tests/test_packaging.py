@@ -14,6 +14,9 @@ ROOT = Path(__file__).parents[1]
 OWN = ("apply", "graph_capture", "solvers")
 
 TRAIN = """
+import sys
+from importlib.metadata import entry_points
+
 import apply
 import graph_capture
 import solvers
@@ -39,6 +42,9 @@ if __name__ == "__main__":
     within(*inputs).mean().backward()
     assert planner.plan_of(within) is not None
     assert planner.solvers.solve.__module__ == "planner.solvers.solve"
+    if sys.argv[1:] == ["installed"]:
+        (backend,) = entry_points(group="torch_dynamo_backends", name="checkpoint_planner")
+        assert callable(backend.load())
     assert {apply.OWNER, graph_capture.OWNER, solvers.OWNER} == {"user"}
     print(planner.__file__)
 """
@@ -105,7 +111,8 @@ def test_folders_of_the_user_do_not_shadow_ours(checkout, beside, tmp_path, how)
         python(tmp_path, *install, "--no-build-isolation", "-e", checkout)
     else:
         variables["PYTHONPATH"] = str(checkout)
-    where = python(beside, own, "train.py", **variables).splitlines()[-1]
+    which = [] if how == "path" else ["installed"]
+    where = python(beside, own, "train.py", *which, **variables).splitlines()[-1]
     assert (tmp_path / "venv" if how == "wheel" else checkout) in Path(where).parents
     assert "Usage" in python(beside, own, "-m", "planner", "--help", **variables)
     if how != "path":

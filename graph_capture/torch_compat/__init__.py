@@ -35,6 +35,7 @@ from planner._graph_capture.torch_compat.compilation import cotangent_sources as
 from planner._graph_capture.torch_compat.compilation import (
     eliminate_common_subexpressions as eliminate_common_subexpressions,
 )
+from planner._graph_capture.torch_compat.compilation import lookup_backend as lookup_backend
 from planner._graph_capture.torch_compat.compilation import (
     pass_absent_gradients as pass_absent_gradients,
 )

@@ -22,9 +22,14 @@ import torch
 import torch._dynamo.config as dynamo_config
 import torch._functorch.config as functorch_config
 from torch import fx, nn
+from torch._dynamo import lookup_backend as lookup_backend
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.convert_frame import input_codes
-from torch._dynamo.eval_frame import reset_code, set_code_exec_strategy
+from torch._dynamo.eval_frame import (
+    _debug_get_cache_entry_list,
+    reset_code,
+    set_code_exec_strategy,
+)
 from torch._dynamo.exc import BackendCompilerFailed as BackendCompilerFailed
 from torch._dynamo.exc import TorchDynamoException as TorchDynamoException
 from torch._dynamo.exc import unimplemented
@@ -258,9 +263,10 @@ def compile_forward(name: str, backend: Callable[..., Any], *, dynamic: bool | N
     code = call_forward.__code__.replace(co_name=f"_call_{name}")
     function = types.FunctionType(code, call_forward.__globals__)
     weakref.finalize(function, reset_code, code).atexit = False
-    is_object = not isinstance(backend, str | types.FunctionType | types.MethodType)
-    return torch.compile(
-        function, backend=_referred_to(backend) if is_object else backend, dynamic=dynamic)
+    if not isinstance(backend, str | types.FunctionType | types.MethodType):
+        owner, backend = backend, _referred_to(backend)
+        weakref.finalize(owner, _forget, backend).atexit = False
+    return torch.compile(function, backend=backend, dynamic=dynamic)
 
 
 def _compile_again() -> None:
@@ -271,6 +277,17 @@ def _compile_again() -> None:
         if (code := reference()) is not None:
             set_code_exec_strategy(
                 code, FrameExecStrategy(FrameAction.DEFAULT, FrameAction.DEFAULT))
+
+
+def _forget(backend: Callable[..., Any]) -> None:
+    """Drop all code of the user's that torch compiled with this backend.  Where torch has compiled
+    code as often as the settings allow, it would run that for any other backend."""
+    for reference in list(input_codes.seen):
+        code = reference()
+        if code is not None and any(
+                getattr(entry.backend, "compiler_fn", entry.backend) is backend
+                for entry in _debug_get_cache_entry_list(code)):
+            reset_code(code)
 
 
 def _referred_to(backend: Callable[..., Any]) -> Callable[..., Any]:

@@ -37,6 +37,7 @@ REQUIRED: dict[str, tuple[str, ...]] = {
         "torch._dynamo.eval_frame.set_code_exec_strategy(code, strategy)",
         *_of("torch._dynamo.exc", "BackendCompilerFailed", "TorchDynamoException"),
         "torch._dynamo.exc.unimplemented(gb_type=, context=, explanation=, hints=)",
+        "torch._dynamo.lookup_backend(name)",
         "torch._dynamo.symbolic_convert.InstructionTranslatorBase.maybe_has_backedge(self)",
         "torch._dynamo.variables.lists.TupleVariable",
         "torch._dynamo.variables.tensor.TensorVariable",

@@ -133,11 +133,16 @@ class ObservingForward(CountingForward):
         self._search: MethodSearch | None = None
         self._has_searched = False
         self._loop, self._begun = LoopMemory(), next(_clock)
+        self._began_in_step = False
         self._last_call = 0
         self._hooks: HookWatch | None = None
         self._graphs_of_step: WeakSet[PlannedGraph] = WeakSet()
         """Graphs of all planned models that were called since this one's optimizer stepped."""
         observe(self)
+
+    def begin_in_step(self) -> None:
+        """Note that the current step called the model before observation began."""
+        self._began_in_step = True
 
     def _begin_call(self) -> None:
         """Reset per-call state."""
@@ -337,6 +342,7 @@ class ObservingForward(CountingForward):
 
     def _stepped(self, optimizer: Optimizer) -> None:
         """Count the step that this optimizer completes."""
+        began_in_step, self._began_in_step = self._began_in_step, False
         calls, _ = self._count()
         calls_before, self._calls_before[optimizer] = self._calls_before.get(optimizer, 0), calls
         if self._search is not None:
@@ -345,8 +351,9 @@ class ObservingForward(CountingForward):
                 log.info("%s is trained by its method %s, which is planned from now on",
                          type(self.__self__).__name__, " and ".join(found))
                 plan_methods(self.__self__, found, self.settings, type(self))
-        if self._group()[0] is self and calls == calls_before and any(
-                p.grad is not None for p in self.__self__.parameters()):
+        if (self._group()[0] is self and not began_in_step
+                and calls == calls_before and any(
+                    p.grad is not None for p in self.__self__.parameters())):
             is_replaced = self._is_replaced
             self.steps.count(_REPLACED if is_replaced else _NOT_CALLED)
             self._steps += 1

@@ -121,6 +121,19 @@ def attach(model: nn.Module, settings: Settings) -> None:
                  PlanningForward)
 
 
+def attach_in_step(model: nn.Module, settings: Settings) -> None:
+    """Like `attach`, in a step that has already called the model."""
+    attach(model, settings)
+    standing = _override(_unwrapped(model))
+    assert standing is not None
+    standing.begin_in_step()
+
+
+def is_within(model: nn.Module) -> bool:
+    """True if `within` was called for this model or for the module that it wraps."""
+    return _override(_unwrapped(model)) is not None
+
+
 def plan_of(model: nn.Module) -> Plan | None:
     """The plan of the last training step of `model`; `None` before the first step, and for a model
     that `within` was not called for.

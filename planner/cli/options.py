@@ -54,7 +54,8 @@ class TargetOptions:
         "A setting of an hf: config; may be repeated.", kind=list[str], name="--set",
         metavar="KEY=VALUE"))
     loss: str | None = field(default=None, metadata=flag(
-        "The loss: package.module:function, or path/to/file.py:function, of the model's output."))
+        "The loss: package.module:function of the model's output, or the name of one of torch's, "
+        "such as cross_entropy."))
 
 
 @dataclass(frozen=True, slots=True)

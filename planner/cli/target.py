@@ -6,7 +6,14 @@ without arguments.  It returns a model, or a model and its inputs, and the loss 
 not compute it.  Commands that vary the size of the step call it with the size, `factory(32)`; the
 model of the first call is used throughout, later calls provide inputs and loss only.
 
-`--loss` names a function of the output.
+`--loss` names a function of the output, or one of `torch.nn.functional`, such as `cross_entropy`,
+called with the model's prediction - the output's `logits`, else its first tensor - and a target of
+matching shape.  Classes are the second dimension, as in torch; but if the model's inputs are token
+sequences, or the output has `logits` of three dimensions, they are the last, and each position of
+each sequence counts.
+
+Blind spot: the target of such a loss is created as zeros within it, so it counts as the loss's
+memory and not as an input.
 """
 
 from __future__ import annotations
@@ -54,12 +61,12 @@ def load_target(options: TargetOptions, *, device: str) -> Target:
         from planner.cli.hugging_face import load_hugging_face
 
         known, batch = load_hugging_face(options, device=device)
-        return Target(known, batch, given)
+        return Target(known, batch, fitted_to(given, batch))
     refuse_hf_options(options, "a factory sets its own sizes, or takes --input NAME:DTYPE[SHAPE]")
     model, inputs, loss_fn = call_factory(options.target, find_factory(options.target))
     if options.inputs:
         inputs = {name: spec.make(device) for name, spec in parse_inputs(options.inputs).items()}
-    return Target(model, inputs, given or loss_fn)
+    return Target(model, inputs, fitted_to(given, inputs) or loss_fn)
 
 
 def refuse_hf_options(options: TargetOptions, remedy: str) -> None:
@@ -161,8 +168,8 @@ def load_sized_target(options: TargetOptions, what: str, *, first: int,
 
     target = make(first)
     own_loss = target.loss_fn is not None and loss_fn is None
-    return SizedTarget(target.model, lambda size: make(size).inputs, None, loss_fn,
-                       make_loss_fn if own_loss else None)
+    return SizedTarget(target.model, lambda size: make(size).inputs, None,
+                       fitted_to(loss_fn, target.inputs), make_loss_fn if own_loss else None)
 
 
 def _takes_a_size(factory: Callable[..., object]) -> bool:
@@ -230,6 +237,13 @@ def _from_file(path: Path) -> ModuleType:
     return module
 
 
+OF_CLASSES = ("cross_entropy", "nll_loss")
+"""Losses whose target is a class index."""
+OF_VALUES = ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "soft_margin_loss",
+             "binary_cross_entropy", "binary_cross_entropy_with_logits")
+"""Losses whose target has the shape and dtype of the prediction."""
+
+
 def find_loss(text: str | None) -> LossFn | None:
     """The loss function that `--loss` names; `None` for `None`.
 
@@ -237,12 +251,72 @@ def find_loss(text: str | None) -> LossFn | None:
     """
     if text is None:
         return None
+    if text in OF_CLASSES + OF_VALUES:
+        return _FunctionalLoss(text)
     if ":" not in text:
-        raise UsageError("--loss must be package.module:function or path/to/file.py:function, a "
-                         f"function of the model's output; got {text!r}")
+        raise UsageError(f"--loss must be package.module:function, path/to/file.py:function, or "
+                         f"one of {', '.join(OF_CLASSES + OF_VALUES)}; got {text!r}")
     found = find_object("--loss", text)
     if not callable(found):
         raise UsageError(f"--loss {text!r} is no function of the model's output, but "
                          f"{type(found).__name__}")
     loss: LossFn = found
     return loss
+
+
+def fitted_to(loss: LossFn | None, inputs: object
+              ) -> LossFn | None:
+    """The loss of `find_loss`, adapted to a model with such inputs."""
+    return _FunctionalLoss(loss.name, _has_tokens(inputs)) if isinstance(
+        loss, _FunctionalLoss) else loss
+
+
+def _has_tokens(inputs: object) -> bool:
+    """True if the inputs contain integer sequences of shape `(batch, sequence)`."""
+    import torch
+
+    from planner._graph_capture.torch_compat import pytree
+
+    return any(isinstance(leaf, torch.Tensor) and leaf.dim() == 2 and leaf.dtype != torch.bool
+               and not (leaf.is_floating_point() or leaf.is_complex())
+               for leaf in pytree.tree_leaves(inputs))
+
+
+class _FunctionalLoss:
+    """A function of `torch.nn.functional`, with a target of zeros."""
+
+    def __init__(self, name: str, of_tokens: bool = False) -> None:
+        self.name, self._of_tokens = name, of_tokens
+
+    def __call__(self, output: Any) -> torch.Tensor:
+        """Compute the loss of the model's output."""
+        import torch
+
+        from planner._graph_capture.output_tensors import output_tensors
+
+        logits = getattr(output, "logits", None)
+        tensors = [logits] if isinstance(logits, torch.Tensor) else output_tensors(output)
+        prediction = next((each for each in tensors if each.is_floating_point()), None)
+        if prediction is None or prediction.dim() == 0:
+            raise UsageError(
+                f"--loss {self.name} is made of the output's `logits` or first tensor of floats; "
+                f"the model returns {_described(output)}. Give --loss file.py:function, a function "
+                "of the output" + ("" if prediction is None else
+                                   ", or leave --loss out: a number is taken for the loss"))
+        if self.name in OF_CLASSES:
+            if prediction.dim() == 3 and (self._of_tokens or logits is not None):
+                prediction = prediction.flatten(0, 1)
+            # One class per position; a single sample has one position.
+            place = prediction.select(1 if prediction.dim() > 1 else 0, 0)
+            target = torch.zeros_like(place, dtype=torch.long)
+        else:
+            target = torch.zeros_like(prediction)
+        loss: torch.Tensor = getattr(torch.nn.functional, self.name)(prediction, target)
+        return loss
+
+
+def _described(output: object) -> str:
+    import torch
+
+    return (f"a tensor of {str(output.dtype).removeprefix('torch.')}{list(output.shape)}"
+            if isinstance(output, torch.Tensor) else type(output).__name__)

@@ -16,7 +16,9 @@ import json
 import os
 import secrets
 import stat
+import time
 from collections.abc import Mapping
+from contextlib import suppress
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,6 +29,10 @@ from planner.plans.document import document_of
 
 if TYPE_CHECKING:
     from planner.plans.plan import Plan
+
+
+_ABANDONED_SECONDS = 3600
+"""Age of a draft that no process is writing any more."""
 
 
 def save(plan: Plan, path: str | PathLike[str]) -> None:
@@ -47,8 +53,10 @@ def save(plan: Plan, path: str | PathLike[str]) -> None:
 
 
 def _replace(destination: Path, content: bytes, mode: int | None) -> None:
-    """Write a draft with this mode and move it to the destination."""
-    draft = destination.with_name(f".{secrets.token_hex(8)}.tmp")
+    """Write a draft with this mode and move it to the destination, and remove drafts of it that
+    killed processes left."""
+    of_destination = f".{hashlib.sha256(os.fsencode(destination.name)).hexdigest()[:16]}"
+    draft = destination.with_name(f"{of_destination}.{secrets.token_hex(8)}.tmp")
     try:
         with draft.open("xb") as stream:
             if mode is not None:
@@ -59,6 +67,10 @@ def _replace(destination: Path, content: bytes, mode: int | None) -> None:
         draft.replace(destination)
     finally:
         draft.unlink(missing_ok=True)
+    for left in destination.parent.glob(f"{of_destination}.*.tmp"):
+        with suppress(OSError):  # gone, or another user's
+            if time.time() - left.stat().st_mtime > _ABANDONED_SECONDS:
+                left.unlink()
 
 
 def dumps(plan: Plan) -> str:

@@ -37,8 +37,8 @@ _WORTH_GENERATING = 1.3
 """The default's code is not generated if the problem's breakdown is more than this multiple of the
 budget."""
 _NO_LESS = 0.95
-"""If the two variants of the least memory, by the problem's breakdown, use nearly the same, both are
-tried."""
+"""Both variants of the least memory, by the problem's breakdown, are tried if they use nearly the
+same."""
 
 
 def plan_compiled(prepared: PreparedStep, budget_bytes: int | None, effort: Effort) -> Plan:

@@ -109,3 +109,31 @@ def test_which_of_two_parts_of_the_model_is_traced_again_is_not_guessed():
     assert parts[0] is not parts[1]
     repeated.are_expected = True
     assert repeated(graph, [torch.ones(2)]) not in parts
+
+
+class ThroughAnother(nn.Module):
+    """Its graph breaks in a function that its forward calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(32, 32), nn.GELU(), nn.Linear(32, 32)) for _ in range(3))
+
+    def body(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x.square().mean()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.body(x)
+
+
+def test_captures_leave_no_code_to_torch_compile():
+    """torch runs what it has of any backend once it has compiled code as often as it may."""
+    x, model = torch.randn(16, 32), ThroughAnother()
+    want = [model(x).item()] * 3
+    with torch._dynamo.config.patch(recompile_limit=2):
+        for _ in range(3):
+            planner.plan(ThroughAnother(), x, regions="blocks")
+        compiled = torch.compile(model, backend="eager")
+        assert [compiled(x).item() for _ in range(3)] == want

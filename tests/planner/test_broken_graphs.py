@@ -1,7 +1,8 @@
-"""`planner.within` for a model that breaks into several graphs; the measured peak of the step and
-the plain model are the oracles."""
+"""`torch.compile(model, backend="checkpoint_planner")` of models that break into several graphs;
+the measured peak of the step and the plain model are the oracles."""
 
 import copy
+import logging
 
 import pytest
 import torch
@@ -9,8 +10,18 @@ from torch import nn
 
 import planner
 from planner._graph_capture.memory.allocator import record_peak
+from tests.support import one_line_backend
+from tests.support.compiler import needs_compiler
+from tests.support.one_line_backend import QUICKLY, BreakingLayer, compiled
 
 pytestmark = pytest.mark.compat
+
+
+@pytest.fixture(autouse=True)
+def backend_by_name():
+    """Dynamo compiles one code eight times at most, for all models of this file."""
+    torch._dynamo.reset()
+    one_line_backend.register()
 
 
 class InTwo(nn.Module):
@@ -49,20 +60,76 @@ def losses_and_peaks(model, steps=4):
     return losses, peaks
 
 
-def test_one_budget_holds_for_all_graphs():
+def in_place(model, **options):
+    model.compile(backend="checkpoint_planner", options={**QUICKLY, **options})
+    return model
+
+
+@pytest.mark.parametrize("compile_model", [compiled, in_place])
+def test_one_budget_holds_for_all_graphs_and_from_the_first_step_on(compile_model, caplog):
     plain = InTwo()
     expected, plain_peaks = losses_and_peaks(copy.deepcopy(plain))
     resident = sum(p.nbytes for p in plain.parameters()) + BATCH.nbytes
     budget = resident + int(0.6 * max(plain_peaks))
-    losses, peaks = losses_and_peaks(planner.within(plain, budget, time_limit=1.5))
+    with caplog.at_level(logging.INFO, "planner"):
+        losses, peaks = losses_and_peaks(compile_model(plain, budget=budget))
     assert losses == pytest.approx(expected, rel=1e-6)
     assert max(peaks) + resident <= budget
+    assert "from the next on they are planned together" in caplog.text
     plan = planner.plan_of(plain)
     assert plan.peak_bytes <= budget and len(plan.spec.regions) == 2
     assert planner.steps_of(plain).unplanned == 0
 
 
+@pytest.mark.slow
+def test_a_percentage_is_of_the_whole_step():
+    model = InTwo()
+    losses_and_peaks(compiled(model, budget="70%"))
+    whole = planner.plan(InTwo(), BATCH, optimizer="sgd")
+    assert planner.plan_of(model).budget_bytes == pytest.approx(
+        0.7 * whole.baseline_peak_bytes, rel=0.02)
+
+
 def test_a_budget_that_cannot_be_met_is_refused_for_the_whole_step():
+    model = compiled(InTwo(), budget=900_000)
     with pytest.raises(planner.InfeasibleBudget) as refusal:
-        losses_and_peaks(planner.within(InTwo(), 900_000, time_limit=1.5), steps=2)
+        losses_and_peaks(model, steps=2)
     assert refusal.value.minimum_bytes > 900_000
+
+
+@pytest.mark.slow
+@needs_compiler
+def test_under_inductor():
+    plain = InTwo()
+    expected, plain_peaks = losses_and_peaks(copy.deepcopy(plain), steps=3)
+    resident = sum(p.nbytes for p in plain.parameters()) + BATCH.nbytes
+    budget = resident + int(0.6 * max(plain_peaks))
+    losses, peaks = losses_and_peaks(compiled(plain, budget=budget, inductor=True,
+                                              time_limit=20), steps=3)
+    assert max(peaks[1:]) + resident <= budget
+    assert losses[0] == pytest.approx(expected[0], rel=1e-6)  # it runs op by op
+    assert all(abs(loss) < 10 for loss in losses)
+    assert planner.plan_of(plain).spec.backend == "inductor"
+
+
+def test_steps_without_gradients_run_as_they_did():
+    model = compiled(InTwo().eval(), budget="60%")
+    with torch.no_grad():
+        before = model(BATCH)
+    losses_and_peaks(model, steps=3)
+    with torch.no_grad():
+        assert model(BATCH) < before
+
+
+def test_a_compiled_function_is_planned_graph_by_graph_and_a_warning_says_so(caplog):
+    layer = BreakingLayer()
+
+    def call(x):
+        return layer(x)
+
+    function = torch.compile(call, backend="checkpoint_planner",
+                             options={"inductor": False, "budget": "100%", "time_limit": 1})
+    with caplog.at_level(logging.WARNING, "planner"):
+        function(torch.randn(4, 8)).sum().backward()
+    assert "as if it were alone" in caplog.text
+    assert planner.plan_of(layer) is None

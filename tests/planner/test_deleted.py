@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import weakref
 
@@ -10,6 +11,7 @@ import torch
 from torch import nn
 
 import planner
+from planner.torch_compile_backend import checkpoint_planner
 
 X = torch.randn(512, 64)
 
@@ -45,3 +47,22 @@ def test_a_deleted_model_is_gone(attached):
     del model
     gc.collect()
     assert not any(parameter() is not None for parameter in parameters)
+
+
+def test_a_model_deleted_under_the_one_line_backend_is_gone():
+    for _ in range(2):  # the second model's parameters may be where the first one's were
+        plain = make()
+        model = copy.deepcopy(plain)
+        model.compile(backend=checkpoint_planner, options={"budget": "95%", "inductor": False})
+        model(X).sum().backward()
+        with torch._dynamo.config.patch(error_on_recompile=True):
+            for _ in range(2):
+                model(X).sum().backward()
+        for _ in range(3):
+            plain(X).sum().backward()
+        for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(mine.grad, theirs.grad)
+        parameters = [weakref.ref(parameter) for parameter in model.parameters()]
+        del model, mine
+        gc.collect()
+        assert not any(parameter() is not None for parameter in parameters)

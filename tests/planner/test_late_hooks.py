@@ -126,3 +126,18 @@ def test_with_hooks_for_all_modules_nothing_is_planned():
     assert net.blocks[0].up in called
     gradients(net)
     assert (planner.steps_of(net).planned, planner.steps_of(net).unplanned) == (1, 1)
+
+
+def test_the_backend_warns_of_hooks_that_torch_does_not_look_at():
+    torch._dynamo.reset()
+    net = Net()
+    compiled = torch.compile(net, backend="checkpoint_planner", options={
+        "budget": "90%", "inductor": False, "optimizer": "sgd", "time_limit": 1})
+    gradients(compiled)
+    gradients(compiled)
+    CHANGES["forward"](net)
+    with pytest.warns(UserWarning, match="without looking at them"):
+        gradients(compiled)
+    gradients(compiled)  # another warning would be an error
+    torch._dynamo.reset()
+    assert equal(gradients(compiled), gradients(net))

@@ -112,6 +112,26 @@ def test_saving_writes_to_a_pipe_or_a_device(tmp_path):
     assert os.listdir(tmp_path) == ["pipe"]
 
 
+def test_drafts_of_writers_that_were_killed_are_removed(saved, monkeypatch):
+    def killed(descriptor: int) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", killed)
+        patch.setattr(type(saved), "unlink", lambda *_, **__: None)
+        for _ in range(2):
+            with pytest.raises(KeyboardInterrupt):
+                make_plan(2200).save(saved)
+    old, recent = (saved.with_name(name) for name in os.listdir(saved.parent)
+                   if name.endswith(".tmp"))
+    other = saved.with_name(".other.tmp")
+    other.write_text("")
+    for left in (old, other):
+        os.utime(left, (0, 0))
+    make_plan(2200).save(saved)
+    assert {*os.listdir(saved.parent)} == {"plan.json", recent.name, other.name}
+
+
 @pytest.mark.parametrize("name", ["p" * 250 + ".json", "\u00e4" * 125 + ".json"])
 def test_saving_works_with_the_longest_names(tmp_path, name):
     assert len(os.fsencode(name)) == 255

@@ -9,6 +9,7 @@ from torch import nn
 import planner
 from planner.api import capture
 from planner.arguments.planning import PlanArguments, Planning
+from planner.torch_compile_backend import read_options
 
 TAKING = (planner.frontier, planner.max_batch_size, planner.max_sequence_length, planner.advise,
           capture)
@@ -51,6 +52,12 @@ def test_an_argument_that_there_is_not_is_told_with_those_that_there_are(functio
 def test_the_number_of_micro_steps_is_what_advise_looks_for():
     with pytest.raises(TypeError, match="unexpected keyword argument 'accumulation'"):
         planner.advise(None, None, effective_batch=2, accumulation=2)
+
+
+def test_options_of_the_backend_are_those_that_no_graph_says():
+    assert read_options({"gpu": "H100", "keep": ["aten.mm"]}).arguments["gpu"] == "H100"
+    with pytest.raises(TypeError, match="no option 'loss_fn'"):
+        read_options({"loss_fn": sum})
 
 
 @pytest.mark.parametrize(("options", "error", "message"), [

@@ -31,9 +31,6 @@ def unmoved(batch):
 def with_loss(batch):
     labels = torch.ones(batch, 1)
     return (*sized(batch), lambda output: torch.nn.functional.mse_loss(output, labels))
-
-def mean_square(output):
-    return output.square().mean()
 """
 
 
@@ -84,8 +81,7 @@ def test_the_loss_of_a_factory_is_made_for_each_size(factories):
     arguments = ["--budget", "20kB", "--no-plan", "--json"]
     own, none, named = (
         json.loads(run("max-batch", f"{factories}.py:{target}", *arguments, *loss).stdout)["plain"]
-        for target, loss in (("with_loss", []), ("sized", []),
-                             ("sized", ["--loss", f"{factories}.py:mean_square"]))
+        for target, loss in (("with_loss", []), ("sized", []), ("sized", ["--loss", "mse_loss"]))
     )
     assert own["largest"] and named["largest"]
     # Without a loss a gradient of the output's own size is held by the caller.

@@ -2,13 +2,21 @@
 
 import json
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from planner.cli.failures import TargetError, UsageError
 from planner.cli.options import parse_inputs
-from planner.cli.target import TargetOptions, load_target
+from planner.cli.target import (
+    OF_CLASSES,
+    OF_VALUES,
+    TargetOptions,
+    find_loss,
+    fitted_to,
+    load_target,
+)
 
 FACTORIES = """
 import torch
@@ -86,8 +94,33 @@ def test_a_factory_may_give_the_loss_and_an_option_another(factories):
     assert loss("own_models:pair", loss="own_models.py:mean_square")(torch.ones(2)) == 1
     with pytest.raises(UsageError, match="'own_models:constant' is no function"):
         loss("own_models:pair", loss="own_models:constant")
-    with pytest.raises(UsageError, match="a function of the model's output; got 'cross_entropy'"):
-        loss("own_models:pair", loss="cross_entropy")
+    with pytest.raises(UsageError, match=r"one of cross_entropy, .*; got 'cross_entrop'"):
+        loss("own_models:pair", loss="cross_entrop")
+
+
+@pytest.mark.parametrize("shape", [(5,), (2, 5), (2, 5, 3)])
+@pytest.mark.parametrize("name", OF_CLASSES + OF_VALUES)
+def test_losses_of_torch_get_a_target_that_fits(name, shape):
+    for output in (torch.rand(shape), {"other": torch.rand(shape)}):
+        loss = find_loss(name)(output)
+        assert loss.shape == () and loss.isfinite()
+
+
+@pytest.mark.parametrize("name", OF_CLASSES)
+def test_the_classes_of_a_language_model_are_the_last_dimension(name):
+    logits = torch.randn(2, 3, 7)
+    ids = torch.zeros(2, 3, dtype=torch.long)
+    expected = getattr(torch.nn.functional, name)(logits.flatten(0, 1), ids.flatten())
+    assert fitted_to(find_loss(name), {"ids": ids})(logits) == expected
+    assert find_loss(name)(SimpleNamespace(logits=logits)) == expected
+    assert fitted_to(find_loss(name), (torch.randn(2, 3),))(logits) == (
+        getattr(torch.nn.functional, name)(logits, ids.new_zeros(2, 7)))
+
+
+@pytest.mark.parametrize("output", [torch.tensor(1.0), torch.tensor([1, 2]), None, "text"])
+def test_a_loss_of_torch_says_what_it_needs(output):
+    with pytest.raises(UsageError, match=r"--loss cross_entropy is made of .*the model returns"):
+        find_loss("cross_entropy")(output)
 
 
 def test_a_target_in_a_file(factories, monkeypatch):
