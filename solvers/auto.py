@@ -1,7 +1,7 @@
 """The portfolio: cheap methods first, each passing its schedule to the next, until one is proven.
 
 The stages are: a first schedule (`solvers.incumbent`: a lazy walk, or the search for the smallest
-peak, which alone decides that nothing fits); the time-cut MILP with one cut; anchors, candidate
+peak, which alone decides that nothing fits); the time-cut MILP with one cut; candidate
 recomputations and a first further cut; square root; dynamic program; then turns of the MILP
 (`solvers.ilp`) and of local search.  The result is the best schedule and the best bound of all
 stages.
@@ -38,9 +38,9 @@ PATIENCE_OF_SETTLED = 0.15
 LOCAL_SHARE = 0.5
 """Work of local search relative to the MILP; less if it finds nothing."""
 FIRST_TURN_MOVES = 6_000
-FIRST_TURNS = 4
+FIRST_TURNS = 3
 """Turns of the MILP before the simple stages and local search."""
-TURNS_TO_FIT = 12
+TURNS_TO_FIT = 11
 """Turns of the MILP that look for a fitting schedule in a search without a limit on its work."""
 GOOD_ENOUGH = 0.001
 """A gap, as a fraction of the keep-all cost, that is not worth the second half of the work.  In the

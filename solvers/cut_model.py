@@ -11,8 +11,7 @@ every bound on it, is a lower bound for all of them.  Left out are memory betwee
 order within a stage, recomputations before t₁, and inputs that an op might take over in place.  If
 the output of tᵢ may take over an input's buffer, that counts as done unless all such inputs are
 retained past tᵢ. With several cuts, Y[i,v] ≤ Σ_{j≥i} R[j,v] says that v is recomputed after tᵢ at
-all, and each cut's own closure over Y tightens the linear relaxation.  On request memory is also
-constrained inside a stage, at the recomputation of an op.
+all, and each cut's own closure over Y tightens the linear relaxation.
 
 Ops of one symmetry class (the same place in repeated layers) share a variable
 that counts how many of them are retained or recomputed, and a row that is the sum of theirs.  The
@@ -43,8 +42,8 @@ class CutSolution:
     extra_cost: float
     """Cost of the recomputations in the model's solution (infinite without one)."""
     extra_bound: float
-    """Lower bound on the recomputation cost of every legal schedule within the budget (and the
-    model's restrictions); infinite if none exists."""
+    """Lower bound on the recomputation cost of every legal schedule within the budget; infinite if
+    none exists."""
     solved: bool
     """True if the model was solved to the end, or proven infeasible."""
     work: float
@@ -59,15 +58,6 @@ class CutModel:
     budget_bytes: int
     cuts: tuple[int, ...]
     """Ops at whose first runs memory is constrained, ascending."""
-    anchors: frozenset[int] = frozenset()
-    """Storages that are retained past every cut after their first run.  A restriction: with
-    anchors, `extra_bound` says nothing about other schedules."""
-    headroom_bytes: int | None = None
-    """Bytes that may be used at each cut; `None`: the budget.  Less than the budget is a
-    restriction, too."""
-    inner: tuple[tuple[int, int], ...] = ()
-    """(cut, op): memory is also constrained while the op is recomputed in the stage that this cut
-    ends, if it is recomputed there.  Not with the first cut."""
     runs: tuple[Run, ...] = ()
     """Repeated ops; equal ones are counted instead of distinguished."""
     retention_costs: Mapping[int, float] = field(default_factory=dict)
@@ -111,8 +101,6 @@ class _Program:
         for stage in range(count):
             self._stage(stage)
             self._memory(stage)
-        for cut, op in model.inner:
-            self._inner_memory(self.cuts.index(cut) - 1, op)
         if count > 1:
             for stage in range(count - 1):
                 self._closure(stage)
@@ -179,18 +167,11 @@ class _Program:
                 if self.problem.storages[storage].producer <= self.cuts[stage]:
                     self._row({**self._at_hand(stage, storage, self.again[stage]),
                                variable: -1.0}, 0.0)
-        for storage in self.spec.anchors:
-            if storage in self.retained[stage]:
-                variable = self.retained[stage][storage]
-                variable.lower_bound = variable.upper_bound
 
     def _memory(self, stage: int) -> None:
         problem, cut = self.problem, self.cuts[stage]
         op = problem.ops[cut]
-        headroom = self.spec.headroom_bytes
-        if headroom is None:
-            headroom = self.spec.budget_bytes
-        headroom -= problem.fixed_bytes(cut)
+        headroom = self.spec.budget_bytes - problem.fixed_bytes(cut)
         held = {*op.inputs, *op.outputs}
         terms: dict[mathopt.Variable, float] = {}
         for storage, variable in self.retained[stage].items():
@@ -216,41 +197,6 @@ class _Program:
             terms[taken] = float(size)
         unit = max(1.0, self.spec.budget_bytes / 1e4)
         self._row({v: c / unit for v, c in terms.items() if c}, -headroom / unit)
-
-    def _inner_memory(self, stage: int, op: int) -> None:
-        """Require headroom where `op` is recomputed in a stage, for its inputs, outputs and
-        workspace.  The other bytes there are the storages that stay throughout the stage: retained
-        past its end, or read by the cut that ends it, and not recomputed in it."""
-        problem, described, cut = self.problem, self.problem.ops[op], self.cuts[stage + 1]
-        if op not in self.again[stage]:
-            return
-        own = {*described.inputs, *described.outputs}
-        read = set(problem.ops[cut].inputs)
-        unit = max(1.0, self.spec.budget_bytes / 1e4)
-        taken = max((problem.storages[s].size_bytes for s in described.inplace), default=0)
-        size = sum(problem.storages[s].size_bytes for s in own) + described.workspace_bytes - taken
-        terms = {self.again[stage][op]: -size / unit}
-        headroom = self.spec.budget_bytes / unit
-        for storage, members in self.classes.storages.items():
-            listed = problem.storages[storage]
-            if storage in own or listed.producer > self.cuts[stage]:
-                continue
-            share, count = listed.size_bytes / unit, float(len(members))
-            after = self.retained[stage + 1].get(storage)
-            if listed.kept_to_end:
-                headroom -= share * count
-            elif share and (storage in read or after is not None):
-                stays = self.mip.add_variable(lb=0.0, ub=count)
-                row = {stays: 1.0}
-                producer = self.classes.of_op[listed.producer]
-                if producer in self.again[stage]:
-                    row[self.again[stage][producer]] = 1.0
-                if storage in read:
-                    self._row(row, count)
-                else:
-                    self._row({**row, after: -1.0}, 0.0)
-                terms[stays] = -share
-        self._row(terms, -headroom)
 
     def _closure(self, stage: int) -> None:
         """Add the single-cut closure after a cut, over whether an op is recomputed at all."""
@@ -308,12 +254,12 @@ class _Live:
 
 
 def _symmetry_classes(model: CutModel, live: Sequence[_Live]) -> SymmetryClasses:
-    """Return the classes that the rows of a model allow.  The inputs and outputs of an op at a cut,
-    or of one whose memory is constrained, are in classes of their own."""
+    """Return the classes that the rows of a model allow.  The inputs and outputs of an op at a cut
+    are in classes of their own."""
     problem = model.problem
-    near = {*model.cuts, *(op for _, op in model.inner)}
-    alone = near | {problem.storages[s].producer for op in near for s in problem.ops[op].inputs}
-    seen = [model.anchors, *(stage.storages for stage in live), *(stage.demanded for stage in live)]
+    alone = {*model.cuts, *(problem.storages[s].producer for op in model.cuts
+                            for s in problem.ops[op].inputs)}
+    seen = [*(stage.storages for stage in live), *(stage.demanded for stage in live)]
     return symmetry_classes(problem, model.runs, model.cuts, seen, [stage.ops for stage in live],
                             alone)
 

@@ -105,20 +105,10 @@ class Chain:
             return None
         whole = (self.needed_within[piece] for start, end, retained in segments if retained
                  for piece in range(start, end))
-        return self._borders(segments).union(self.region.forced, *whole)
+        borders = (self.frontiers[start - 1].storages for start, _, _ in segments if start > 0)
+        return frozenset[int]().union(self.region.forced, *borders, *whole)
 
-    def anchors(self, nominal_bytes: int, generosity: float = 1.0) -> frozenset[int] | None:
-        """Return only the frontiers of the segmentation.  A segment that is being recomputed may
-        use `generosity` times the nominal budget."""
-        segments = self._segments(nominal_bytes, generosity)
-        return None if segments is None else self._borders(segments)
-
-    def _borders(self, segments: list[tuple[int, int, bool]]) -> frozenset[int]:
-        return frozenset().union(*(self.frontiers[start - 1].storages
-                                   for start, _, _ in segments if start > 0))
-
-    def _segments(self, nominal_bytes: int,
-                  generosity: float = 1.0) -> list[tuple[int, int, bool]] | None:
+    def _segments(self, nominal_bytes: int) -> list[tuple[int, int, bool]] | None:
         """Return (start, end, retained whole) of each segment, last first."""
         count = len(self.frontiers) + 1
         step = max(1.0, nominal_bytes / STEPS)
@@ -136,7 +126,7 @@ class Chain:
                     held = self.retained[start, end] if whole else self.again[start, end]
                     stays = (self.retained[start, end] if whole else 0.0) + into
                     limit = min(headroom - stays,
-                                generosity * nominal_bytes - self.around[start, end] - held)
+                                nominal_bytes - self.around[start, end] - held)
                     if limit < 0:
                         continue
                     shift = int(np.ceil(stays / step))

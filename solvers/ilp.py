@@ -1,12 +1,11 @@
-"""Schedules from the time-cut MILP, with adaptive cuts, anchors and candidate recomputations.
+"""Schedules from the time-cut MILP, with adaptive cuts and candidate recomputations.
 
 One cut at the peak of the keep-all order gives a bound and a choice of storages to retain past it.
 Recomputing the rest just in time gives a schedule; if it fits at the cost of the model, it is
-proven optimal.  If it does not fit, there are three ways on.  *Anchors* are frontiers that have to
-be retained so that recomputations stay short (found by the dynamic program of `solvers.dp`); they
-give schedules that fit.  *Candidates* (`solvers.candidate_model`) are the recomputations of the
-schedules found so far, whether they fit or not; a model chooses again among them.  Further *cuts*
-where memory is exceeded raise the bound and offer new recomputations.  Repeated layers
+proven optimal.  If it does not fit, there are two ways on.  *Candidates*
+(`solvers.candidate_model`) are the recomputations of the schedules found so far, whether they fit
+or not; a model chooses again among them.  Further *cuts* where memory is exceeded raise the bound
+and offer new recomputations.  Repeated layers
 (`solvers.repetition`) are counted in the models of cuts, which are then no larger for a deeper
 network.
 """
@@ -17,25 +16,20 @@ import math
 
 from planner.solvers.candidate_model import best_of_candidates, block_offers, offers_of, template
 from planner.solvers.cut_model import CutModel
-from planner.solvers.dp import Chain
 from planner.solvers.frontiers import narrow_frontiers, region_after, waists
 from planner.solvers.incumbent import Incumbent
 from planner.solvers.minimum import working_set_floor
-from planner.solvers.repetition import Run, runs_of
+from planner.solvers.repetition import runs_of
 from planner.solvers.schedule_from_cuts import next_cuts, schedule_from_cuts
 from planner.solvers.simulator import unroll
 from planner.solvers.task import Proposal, Task
 
-ANCHOR_ROUNDS = 6
-GENEROSITY = 3.0
 COARSE_GAP = 2e-4
 """Models with cuts are solved to within this fraction of the keep-all cost, and to the end only if
 that could close the proof."""
 FIRST_NODES = 20
 """Nodes of the first search for one model; doubled if they do not suffice.  Nodes measure work,
 since with time the result would depend on the load of the machine."""
-ANCHOR_NODES = 20
-"""Nodes for each model with anchors."""
 CUT_NODES = 20
 """Factor on the nodes of models with cuts, which must be solved before the next cut makes sense.
 Candidate models yield schedules on the way."""
@@ -80,10 +74,8 @@ class CutSearch:
         pivot = unroll(problem, problem.keep_all_schedule).peak_position
         self._runs = runs_of(problem)
         self._cuts: tuple[int, ...] = (pivot,)
-        self._inner: tuple[tuple[int, int], ...] = ()
         self._moments = frozenset({(pivot, pivot)})
         self._relaxed = problem.keep_all_schedule
-        self._anchored = False
         self._cut_nodes = self._candidate_nodes = FIRST_NODES
         self._cut_work = self._candidate_work = 0.0
         self._cuts_solved = self._cuts_settled = self._candidates_settled = False
@@ -109,12 +101,8 @@ class CutSearch:
         return math.inf if limit is None else SHARE_OF_MODEL * max(0.0, limit - self.work)
 
     def turn(self) -> None:
-        """Choose anchors at first, then candidates or cuts."""
-        if not self._anchored:
-            self._anchored = True
-            self._cut_work += _offer_anchored(
-                self._task, self._incumbent, self._cuts[0], self._runs)
-        elif not self._candidates_settled and (
+        """Choose among candidates, or solve with further cuts."""
+        if not self._candidates_settled and (
                 self._cuts_settled or self._candidate_work <= self._cut_work):
             self._choose_candidates()
         else:
@@ -135,17 +123,15 @@ class CutSearch:
     def _add_cuts(self) -> bool:
         """Constrain memory also where the last solution of the model exceeds the budget most;
         return whether there is such a place."""
-        found = next_cuts(self._task.problem, self._task.budget_bytes, self._relaxed, self._cuts,
-                          self._inner)
+        found = next_cuts(self._task.problem, self._task.budget_bytes, self._relaxed, self._cuts)
         if found is not None:
-            self._cuts, self._inner = found
+            self._cuts = found
         return found is not None
 
     def _cut(self) -> None:
         """Solve the model of the current cuts."""
         task, incumbent = self._task, self._incumbent
-        model = CutModel(task.problem, task.budget_bytes, self._cuts, inner=self._inner,
-                         runs=self._runs)
+        model = CutModel(task.problem, task.budget_bytes, self._cuts, runs=self._runs)
         for gap in (COARSE_GAP * task.problem.keep_all_cost, 0.0):
             solution = model.solve(
                 task.seconds_left, seed=task.seed, gap=gap, nodes=CUT_NODES * self._cut_nodes,
@@ -189,40 +175,3 @@ class CutSearch:
             self._candidates_settled = len(offers) > 1 and before == incumbent.schedule
         else:
             self._candidate_nodes *= 2
-
-
-def _offer_anchored(task: Task, incumbent: Incumbent, pivot: int,
-                    runs: tuple[Run, ...]) -> float:
-    """Solve with one cut and a chain of frontiers retained; bisect for the largest headroom that
-    fits.  Returns the work."""
-    problem, budget = task.problem, task.budget_bytes
-    chain = Chain.of(problem)
-    low, high, work = 0.0, 1.0, 0.0
-    for round_ in range(ANCHOR_ROUNDS):
-        factor = 1.0 if round_ == 0 else (low + high) / 2
-        anchors = chain.anchors(int(budget * factor))
-        if anchors is None:  # a segment's memory is overestimated: try its frontiers all the same
-            anchors = chain.anchors(int(budget * factor), generosity=GENEROSITY)
-        if anchors is None:
-            low = factor
-            continue
-        solution = CutModel(problem, budget, (pivot,), anchors=anchors, runs=runs,
-                            headroom_bytes=int(budget * factor)).solve(
-                                task.seconds_left, seed=task.seed, nodes=ANCHOR_NODES,
-                                gap=COARSE_GAP * problem.keep_all_cost)
-        work += solution.work
-        if solution.retained is None:
-            low = factor
-            continue
-        schedule = schedule_from_cuts(problem, (pivot,), solution.retained)
-        peak = incumbent.offer(schedule)
-        if peak <= budget:
-            if factor == 1.0:
-                break
-            low = factor
-        else:
-            high = factor
-        if incumbent.proven or task.seconds_left <= 0:
-            break
-    incumbent.report("anchored")
-    return work

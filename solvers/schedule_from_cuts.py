@@ -88,22 +88,13 @@ def _walk(problem: Problem, cuts: Sequence[int], chosen: Sequence[set[int]],
     return tuple(schedule), missing
 
 
-Inner = tuple[tuple[int, int], ...]
-"""See `solvers.cut_model.CutModel.inner`."""
-
-
-def next_cuts(problem: Problem, budget_bytes: int, schedule: Order, cuts: tuple[int, ...],
-              inner: Inner, *, first: int = 0) -> tuple[tuple[int, ...], Inner] | None:
-    """Return the cuts, and the ops within stages, of the next model.  Memory is also constrained
-    where `schedule` exceeds the budget most and it was not yet, at op `first` and after; `None` if
-    there is no such place."""
+def next_cuts(problem: Problem, budget_bytes: int, schedule: Order, cuts: tuple[int, ...], *,
+              first: int = 0) -> tuple[int, ...] | None:
+    """Return the cuts of the next model: also at the first run, at op `first` or after, where
+    `schedule` exceeds the budget most and there was no cut yet; `None` if there is no such run."""
     for following, op in violations(problem, unroll(problem, schedule), budget_bytes):
         if following == op and op not in cuts and op >= first:
-            return tuple(sorted({*cuts, op})), inner
-        if op < following < len(problem) and following - 1 >= first and (
-                (following, op) not in inner):
-            return (tuple(sorted({*cuts, following - 1, following})),
-                    tuple(sorted({*inner, (following, op)})))
+            return tuple(sorted({*cuts, op}))
     return None
 
 

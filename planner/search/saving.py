@@ -23,7 +23,7 @@ from planner.solvers.actions import as_order
 from planner.solvers.cut_model import CutModel
 from planner.solvers.problem import Schedule
 from planner.solvers.repetition import runs_of
-from planner.solvers.schedule_from_cuts import Inner, next_cuts
+from planner.solvers.schedule_from_cuts import next_cuts
 from planner.solvers.simulator import unroll
 from planner.step.variant import Variant
 
@@ -213,18 +213,17 @@ def least_cost(
         return problem.keep_all_cost
     fullest = unroll(problem, problem.keep_all_schedule).peak_position
     cuts, runs = tuple(sorted({end, max(fullest, end)})), runs_of(problem)
-    inner: Inner = ()
     deadline, extra, work = time.monotonic() + seconds, 0.0, 0.0
     while work < _WORK:
         solution = CutModel(
-            problem, net_bytes, cuts, inner=inner, runs=runs, retention_costs=to_save).solve(
+            problem, net_bytes, cuts, runs=runs, retention_costs=to_save).solve(
                 deadline - time.monotonic(), nodes=_NODES, gap=_GAP * problem.keep_all_cost)
         extra, work = max(extra, solution.extra_bound), work + solution.work
         if solution.retained is None or not solution.solved:
             break
         exceeding = as_order(schedule_saving(variant, solution.retained[0]))
-        found = next_cuts(problem, net_bytes, exceeding, cuts, inner, first=end)
+        found = next_cuts(problem, net_bytes, exceeding, cuts, first=end)
         if found is None:
             break
-        cuts, inner = found
+        cuts = found
     return problem.keep_all_cost + extra

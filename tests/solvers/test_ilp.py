@@ -27,11 +27,8 @@ def test_the_bound_holds_for_every_schedule_within_the_budget(data: st.DataObjec
     known = data.draw(schedules(problem))
     peak, cost = simulate(problem, known)
     cuts = sorted(data.draw(st.sets(st.integers(0, len(problem) - 1), min_size=1, max_size=4)))
-    inner = data.draw(st.sets(st.tuples(
-        st.sampled_from(cuts[1:]), st.integers(0, len(problem) - 1)), max_size=4)
-    ) if len(cuts) > 1 else ()
     budget = peak + data.draw(st.integers(0, 3))
-    solution = CutModel(problem, budget, tuple(cuts), inner=tuple(sorted(inner))).solve(SECONDS)
+    solution = CutModel(problem, budget, tuple(cuts)).solve(SECONDS)
     assert solution.solved
     assert solution.retained is not None
     assert problem.keep_all_cost + solution.extra_bound <= cost + 1e-6
@@ -45,10 +42,7 @@ def test_the_bound_with_every_cut_is_below_the_optimum(data: st.DataObject) -> N
     plain, _ = simulate(problem, problem.keep_all_schedule)
     budget = data.draw(st.integers(plain // 2, plain))
     best = cheapest(problem, budget)
-    inner = data.draw(st.sets(st.tuples(*[st.integers(1, len(problem) - 1)] * 2), max_size=4)
-                      ) if len(problem) > 1 else ()
-    solution = CutModel(problem, budget, problem.keep_all_schedule,
-                        inner=tuple(sorted(inner))).solve(SECONDS)
+    solution = CutModel(problem, budget, problem.keep_all_schedule).solve(SECONDS)
     if best is not None:
         assert problem.keep_all_cost + solution.extra_bound <= best + 1e-6
 

@@ -23,11 +23,7 @@ def test_a_bound_on_counts_holds_for_every_schedule(data: st.DataObject) -> None
     problem = data.draw(repeated())
     peak, cost = simulate(problem, data.draw(schedules(problem)))
     cuts = sorted(data.draw(st.sets(st.integers(0, len(problem) - 1), min_size=1, max_size=3)))
-    inner = data.draw(st.sets(st.tuples(
-        st.sampled_from(cuts[1:]), st.integers(0, len(problem) - 1)), max_size=2)
-    ) if len(cuts) > 1 else ()
-    solution = CutModel(problem, peak, tuple(cuts), inner=tuple(sorted(inner)),
-                        runs=all_runs(problem)).solve(SECONDS)
+    solution = CutModel(problem, peak, tuple(cuts), runs=all_runs(problem)).solve(SECONDS)
     assert solution.solved
     assert problem.keep_all_cost + solution.extra_bound <= cost + 1e-6
 
