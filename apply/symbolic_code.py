@@ -140,6 +140,7 @@ class SymbolicBackend(OutputWatcher):
 
     def __init__(self, model: nn.Module, cotangents: Sequence[bool]) -> None:
         self._model, self._cotangents = ref(model), tuple(cotangents)
+        self.block = ""
         self.running: nn.Module | None = None
         self.graphs: list[SymbolicCallable] = []
         self.tensors: Mapping[str, torch.Tensor] = {}

@@ -254,7 +254,7 @@ def capture_step(
     make_layout: Callable[[FakeCopy], RankLayout] | None = None,
     symbolic: SymbolicStep | None = None,
     early: EarlyGradients | None = None, optimizer_in_backward: bool = False,
-    keeps_code: bool = False,
+    keeps_code: bool = False, code: TracedCode | None = None,
 ) -> CapturedStep:
     """The training step `loss_fn(model(*args, **kwargs)).backward()` as a graph.
 
@@ -275,7 +275,8 @@ def capture_step(
     widest part of the step and the insides of layers may run.  `symbolic`: the step's graph,
     captured before with symbolic sizes; nothing is traced but the plain step.  `early`:
     gradients that the loop uses and frees as they come; with `optimizer_in_backward` these are all,
-    for `optimizer`.  `keeps_code`: what is compiled of a model on a CPU is kept for it to run.
+    for `optimizer`.  `keeps_code`: what is compiled of a model on a CPU is kept for it to run;
+    `code`: what was kept before of the same step.
 
     Raises `CaptureError` where the model cannot be captured, and `ValueError` for a `keep` that
     names nothing in the model.
@@ -326,9 +327,11 @@ def capture_step(
         found = traced, traced_loss, *record_training_step(
             traced, traced_loss, costs.workspace_bytes, blocks, compiled=inductor,
             wrapper=tracing.wrapper, holds_output=holds_output, captures_rest=captures_rest,
-            keeps_code=keeps_code)
-        if keeps_code and not blocks and getattr(traced.mode, "told_values", False):
-            return record(fake_copy, blocks, captures_rest, False)  # values decide what it does
+            keeps_code=keeps_code, code=code if keeps_code else None)
+        if keeps_code and getattr(traced.mode, "told_values", False):  # they decide what it does
+            if not blocks:
+                return record(fake_copy, blocks, captures_rest, False)
+            found[2].code = None
         return found
 
     blocks, chosen_because = find_blocks(model, regions or WHOLE_MODEL), ""
@@ -360,7 +363,7 @@ def capture_step(
     if blocks and skipped:
         complete = replace(fake_copy, skipped=skipped)
         with contextlib.suppress(CaptureError):
-            traced, traced_loss, recording, output = record(complete, blocks)
+            traced, traced_loss, recording, output = record(complete, blocks, keeps_code=False)
             fake_copy, tracing = complete, replace(
                 tracing, fake_copy=replace(tracing.fake_copy, skipped=skipped))
     uses = [] if symbolic is not None else region_uses(
@@ -417,12 +420,12 @@ def capture_step(
     else:
         variants = [variant(uses)]
     keeper.check_all_used()
-    if recording.code is not None:
+    if recording.code is not None and not blocks:
         recording.code.lowered[False] = uses[0].lowered
     if any(has_low_peak_variant(use.lowered) for use in uses):
         uses = region_uses(traced, recording, output, JointVariant(inductor, low_peak=True))
         variants.append(variant(uses, low_peak=True))
-        if recording.code is not None:
+        if recording.code is not None and not blocks:
             recording.code.lowered[True] = uses[0].lowered
 
     @quiet_fake_tensors()

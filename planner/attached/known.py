@@ -115,6 +115,7 @@ class GraphPlanner:
         self._early = dict(early or {})
         self._planning, self._limit, self._batches_ahead = planning, limit, batches_ahead
         self._stepping, self._symbolic = stepping, symbolic
+        self._kept_code: TracedCode | None = None  # for another capture
         self.has_control_flow = False
         """True if values of tensors decide the step's control flow."""
         self._capture(model, args, dict(kwargs), planning)
@@ -143,7 +144,8 @@ class GraphPlanner:
                 self._step = capture_call(model, args, kwargs, planning, report,
                                           unknown_loss=unknown, probe_headroom=headroom,
                                           symbolic=self._symbolic, early=early,
-                                          keeps_code=self._symbolic is None and self.is_alone)
+                                          keeps_code=self._symbolic is None and self.is_alone,
+                                          code=self._kept_code)
             except DataDependentValue:
                 own_args, own_kwargs = in_own_containers(model, (args, kwargs))
                 answers = data_dependent_values(
@@ -162,7 +164,7 @@ class GraphPlanner:
         if self._parallel is None and wrapping_data_parallel() is not None:
             # DDP's buckets, in addition to the gradients.
             held_bytes += sum(p.nbytes for p in model.parameters() if p.requires_grad)
-        self._code = self._step.code
+        self._code = self._kept_code = self._step.code
         self._step = with_held(self._step.without_recording(), held_bytes)
         self._tensors, self._inputs = tensor_keys(model), describe_inputs(args, kwargs)
         check_same_model(model, self._tensors, group_of(model))
