@@ -30,7 +30,11 @@ from planner._graph_capture.errors import CaptureError
 from planner._graph_capture.joint_graph.joint import count_cotangents, primals_of
 from planner._graph_capture.joint_graph.lower import LoweredRegion, region_signature
 from planner._graph_capture.joint_graph.naming import name_modules, names_in_model
-from planner._graph_capture.joint_graph.pipeline import JointVariant, lower_joint_graph
+from planner._graph_capture.joint_graph.pipeline import (
+    JointVariant,
+    LoweredGraphs,
+    lower_joint_graph,
+)
 from planner._graph_capture.joint_graph.replay import is_random
 from planner._graph_capture.torch_compat import (
     Branch,
@@ -95,6 +99,7 @@ class _Traced:
     num_outputs: int
     given: dict[str, Sequence[str | None]]
     """For each block that has run it, names of the parameters and buffers among its inputs."""
+    lowered: LoweredGraphs = field(default_factory=dict)
     schedules: dict[str, _Scheduled] = field(default_factory=dict)
     """By block."""
     unlike: dict[str, Callable[..., Any]] = field(default_factory=dict)
@@ -120,7 +125,7 @@ class PlanBackend(OutputWatcher):
         self._spec = spec
         self._regions = tuple(range(len(spec.regions)) if regions is None else regions)
         self._compiled_regions = 0
-        self._lowered: dict[tuple[object, ...], LoweredRegion] | None = None
+        self._lowered: dict[fx.GraphModule, LoweredGraphs] | None = None
         self.block = ""
         """Name of the block that is called; empty for the model."""
         self.running: nn.Module | None = None
@@ -179,8 +184,8 @@ class PlanBackend(OutputWatcher):
         """A graph under the schedule that it has in a block."""
         regions = self._regions_of(block)
         place = next((each.place for each in traced.schedules.values()), len(self._traced))
-        match = self._matching_region(traced.joint, traced.joint, traced.num_outputs,
-                                      traced.given[block], regions, place)
+        match = self._matching_region(traced.joint, traced.num_outputs, traced.given[block],
+                                      regions, place, traced.lowered)
         return _Scheduled.of(self._spec, match, regions.index(match.index))
 
     def _regions_of(self, block: str) -> tuple[int, ...]:
@@ -239,8 +244,9 @@ class PlanBackend(OutputWatcher):
             joint: fx.GraphModule, joint_inputs: object, *, num_fwd_outputs: int, **_: object
         ) -> tuple[fx.GraphModule, fx.GraphModule]:
             nonlocal match, watched
-            match = self._matching_region(module, joint, num_fwd_outputs, given, self._regions,
-                                          self._compiled_regions)
+            match = self._matching_region(
+                joint, num_fwd_outputs, given, self._regions, self._compiled_regions,
+                None if self._lowered is None else self._lowered.setdefault(module, {}))
             self._compiled_regions += 1
             region = match.region
             rewritten = rewrite(match.lowered, region.insertions, region.inplace_reuses,
@@ -301,14 +307,6 @@ class PlanBackend(OutputWatcher):
         if self._code is None:
             return
         blocks = {self._spec.regions[index].block for index in self._regions}
-        if self._code.lowered:
-            (index,), (graph,) = self._regions, self._code.graphs
-            assert graph.region is not None
-            self._lowered = {
-                (graph.region.joint, index, JointVariant(low_peak=low_peak),
-                 self._spec.regions[index].cotangents, (), ()):
-                lowered for low_peak, lowered in self._code.lowered.items()}
-            self._code.lowered.clear()
         known = {each.module: each for each in self._traced}
         for graph in self._code.graphs:
             if graph.block not in blocks:
@@ -319,7 +317,8 @@ class PlanBackend(OutputWatcher):
             traced = known.get(graph.module)
             if traced is None:
                 traced = _Traced(graph.module, graph.region.joint,
-                                 graph.region.num_forward_outputs, graph.given)
+                                 graph.region.num_forward_outputs, graph.given,
+                                 graph.region.lowered)
                 traced.schedules = self._schedules(traced)
                 self._traced.append(traced)
             graph.region.forward = traced.forward
@@ -405,8 +404,8 @@ class PlanBackend(OutputWatcher):
         return graphs
 
     def _matching_region(
-        self, module: fx.GraphModule, joint: fx.GraphModule, num_forward_outputs: int,
-        given: Sequence[str | None], regions: Sequence[int], start: int,
+        self, joint: fx.GraphModule, num_forward_outputs: int, given: Sequence[str | None],
+        regions: Sequence[int], start: int, known: LoweredGraphs | None,
     ) -> Match:
         """Return the one of these regions of the rewrite spec, looked through from the `start`-th
         on, that equals this graph, whose inputs have these names, if any; raise `PlanMismatch` if
@@ -423,15 +422,10 @@ class PlanBackend(OutputWatcher):
                     f"the plan has {len(region.cotangents)} differentiable outputs, "
                     f"this model {count_cotangents(joint)}")
                 continue
-            key = module, index, variant, region.cotangents, region.hoisted, region.elided
-            lowered = None if self._lowered is None else self._lowered.get(key)
-            if lowered is None:
-                lowered = lower_joint_graph(
-                    joint, num_forward_outputs, variant, cotangents=region.cotangents,
-                    input_names=names, hoisted=region.hoisted, region=index, block=region.block,
-                    elided=region.elided)
-            if self._lowered is not None:
-                self._lowered[key] = lowered
+            lowered = lower_joint_graph(
+                joint, num_forward_outputs, variant, cotangents=region.cotangents,
+                input_names=names, hoisted=region.hoisted, region=index, block=region.block,
+                elided=region.elided, known=known)
             difference = different_op(region, lowered)
             is_resized = difference is not None
             if difference is not None and region.region_signature is not None:

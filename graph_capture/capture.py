@@ -420,13 +420,9 @@ def capture_step(
     else:
         variants = [variant(uses)]
     keeper.check_all_used()
-    if recording.code is not None and not blocks:
-        recording.code.lowered[False] = uses[0].lowered
     if any(has_low_peak_variant(use.lowered) for use in uses):
         uses = region_uses(traced, recording, output, JointVariant(inductor, low_peak=True))
         variants.append(variant(uses, low_peak=True))
-        if recording.code is not None and not blocks:
-            recording.code.lowered[True] = uses[0].lowered
 
     @quiet_fake_tensors()
     @undisturbed_autograd()

@@ -41,6 +41,7 @@ from planner._graph_capture.fake_copies.fake import FakeCopy
 from planner._graph_capture.fake_copies.input_values import named_inputs, values_of_inputs
 from planner._graph_capture.joint_graph.joint import primals_of
 from planner._graph_capture.joint_graph.naming import name_modules, names_in_model
+from planner._graph_capture.joint_graph.pipeline import LoweredGraphs
 from planner._graph_capture.memory.tracker import Workspace
 from planner._graph_capture.module_forward import in_place_of_forward, own_forward
 from planner._graph_capture.plain_step.loss import LossFn, objective
@@ -75,6 +76,7 @@ class RecordedRegion:
     num_forward_outputs: int
     sources: Sequence[PrimalSource]
     """Of its primals."""
+    lowered: LoweredGraphs = field(default_factory=dict)
     cotangents: list[tuple[bool, ...]] = field(default_factory=list)
     """For each run of its backward, the outputs into which a gradient flowed."""
     forward: Callable[[list[Any]], tuple[Sequence[Any], torch.Tensor]] = field(init=False)

@@ -19,7 +19,6 @@ from torch import fx, nn
 
 from planner._graph_capture.errors import CaptureError
 from planner._graph_capture.fake_copies.storage_less import is_storage_less
-from planner._graph_capture.joint_graph.lower import LoweredRegion
 from planner._graph_capture.module_hooks import hooks_within
 from planner._graph_capture.torch_compat import Branch, FakeTensor, compile_forward
 
@@ -72,8 +71,6 @@ class TracedCode:
     def __init__(self) -> None:
         self.backend: Callable[..., Any] | None = None
         self.graphs: list[TracedGraph] = []
-        self.lowered: dict[bool, LoweredRegion] = {}
-        """The graph of the whole model in its base variant (`False`) and low-peak variant."""
         self._functions: dict[tuple[type, tuple[int, ...], tuple[bool, ...]],
                               Callable[..., Any]] = {}
 

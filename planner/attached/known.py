@@ -115,7 +115,8 @@ class GraphPlanner:
         self._early = dict(early or {})
         self._planning, self._limit, self._batches_ahead = planning, limit, batches_ahead
         self._stepping, self._symbolic = stepping, symbolic
-        self._kept_code: TracedCode | None = None  # for another capture
+        self._kept_code: TracedCode | None = None  # for another capture of the same call
+        self._has_captured = False
         self.has_control_flow = False
         """True if values of tensors decide the step's control flow."""
         self._capture(model, args, dict(kwargs), planning)
@@ -165,6 +166,7 @@ class GraphPlanner:
             # DDP's buckets, in addition to the gradients.
             held_bytes += sum(p.nbytes for p in model.parameters() if p.requires_grad)
         self._code = self._kept_code = self._step.code
+        self._has_captured = True
         self._step = with_held(self._step.without_recording(), held_bytes)
         self._tensors, self._inputs = tensor_keys(model), describe_inputs(args, kwargs)
         check_same_model(model, self._tensors, group_of(model))
@@ -186,7 +188,8 @@ class GraphPlanner:
             found = alive()
             return batches_bytes + (0 if found is None else held_bytes(found, stepping()))
 
-        return ProbeHeadroom(limit, held, resident_bytes)
+        return ProbeHeadroom(limit, held, resident_bytes,
+                             self._step.baseline.peak_bytes if self._has_captured else None)
 
     @property
     def is_percentage(self) -> bool:
