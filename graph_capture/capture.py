@@ -50,6 +50,7 @@ from planner._graph_capture.optimizer.in_backward import (
     early_gradients,
 )
 from planner._graph_capture.optimizer.step import OptimizerTrace, trace_optimizer_steps
+from planner._graph_capture.output_tensors import output_tensors
 from planner._graph_capture.plain_step.eager_step import EagerStep, trace_eager_step
 from planner._graph_capture.plain_step.loss import LossFn, OpenLoss, OutputGradient, trace_loss
 from planner._graph_capture.plain_step.observed_loss import without_watches
@@ -150,6 +151,8 @@ class CapturedStep:
     generates no code because the device is absent."""
     outputs: tuple[OutputGradient, ...]
     """The gradient of each tensor of the model's output."""
+    differentiable: tuple[bool, ...]
+    """For each of these tensors, true if it has a gradient at all; empty with symbolic sizes."""
     tracing: Tracing
     """Retraces the step when more is known about it."""
     held_workspace_bytes: int
@@ -315,7 +318,7 @@ def capture_step(
     tracing = Tracing(unforced, fake_loss, costs.workspace_bytes, holds_output, layout, early or {})
 
     def record(fake_copy: FakeCopy, blocks: Sequence[str], captures_rest: bool = False,
-               keeps_code: bool = keeps_code
+               keeps_code: bool = keeps_code, code: TracedCode | None = None
                ) -> tuple[FakeCopy, LossFn | None, Recording, object]:
         # Code between blocks runs as it is written, and must see what it takes for ordinary
         # tensors.
@@ -339,7 +342,8 @@ def capture_step(
         traced, traced_loss, recording, output = fake_copy, fake_loss, Recording(), None
     else:
         try:
-            traced, traced_loss, recording, output = record(fake_copy, blocks, bool(blocks))
+            traced, traced_loss, recording, output = record(
+                fake_copy, blocks, bool(blocks), code=code)
         except CaptureError:
             if not blocks:
                 raise
@@ -451,7 +455,9 @@ def capture_step(
         compiled=None if recording.graphs is None or not is_present else CompiledTracer(
             traced, traced_loss, costs, recording.graphs, fake_copy,
             lambda: tracing.wrapper, holds_output, capture_seconds),
-        outputs=outputs, may_skip=bool(blocks) and may_skip,
+        outputs=outputs,
+        differentiable=tuple(tensor.requires_grad for tensor in output_tensors(output)),
+        may_skip=bool(blocks) and may_skip,
         tracing=tracing, held_workspace_bytes=held_workspace_bytes(costs.device_model.gpu),
         chunked=chunked, code=recording.code)
 
