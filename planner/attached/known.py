@@ -106,8 +106,8 @@ _PROVISIONAL_SHARE = 0.25
 
 
 _DEEP = 24
-"""Equal blocks from which on a step is captured by them, so that its first step does not grow with
-depth."""
+"""Equal blocks from which on a step is captured by them, so that the time that tracing takes does
+not grow with depth."""
 
 
 class GraphPlanner:
