@@ -13,28 +13,31 @@ from __future__ import annotations
 
 import contextlib
 import warnings
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import msgspec
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from planner._apply.decisions import decisions_of
 from planner._apply.errors import PlanMismatch
 from planner._apply.plan_backend import Fallback
 from planner._apply.planned_code import (
     DID_MORE_OUTSIDE,
     CompiledCode,
     PlannedCode,
+    is_exchangeable,
     tensors_of,
 )
-from planner._apply.rewrite_spec import OpKey, RegionSpec, RewriteSpec
+from planner._apply.rewrite_spec import RewriteSpec
 from planner._apply.sized_code import SizedCode
 from planner._graph_capture.dynamo.blocks import repeated_blocks
 from planner._graph_capture.dynamo.distinct_inputs import with_distinct_tensors
+from planner._graph_capture.dynamo.traced_code import TracedCode
 from planner._graph_capture.model_state import Dice, remembered_state
 from planner._graph_capture.module_forward import (
     Forward,
@@ -42,6 +45,7 @@ from planner._graph_capture.module_forward import (
     in_place_of_forwards,
     own_forward,
 )
+from planner._graph_capture.module_hooks import hooks_within
 from planner._graph_capture.torch_compat import as_plain_code, called_unseen, pytree
 
 
@@ -62,10 +66,50 @@ class PlannedBlocks:
         self._alike: tuple[str, ...] = ()
         self._unlike: set[tuple[object, ...]] = set()  # calls of blocks that are not the plan's
         check_blocks(model, spec)
-        self._code_of = {name: code for shared in shared_code(spec)
-                         for code in [_code_of_blocks(model, spec, shared)]
-                         for name in shared.blocks}
-        self._codes = list(dict.fromkeys(self._code_of.values()))
+        self._spec = spec
+        self._is_exchangeable = False
+        self._use(shared_code(spec))
+
+    def _use(self, shared: Sequence[SharedCode]) -> None:
+        made = [(_code_of_blocks(self._model, self._spec, each), each) for each in shared]
+        self._code_of = {name: code for code, each in made for name in each.blocks}
+        self._codes = [code for code, _ in made]
+
+    def make_exchangeable(self, code: TracedCode | None) -> None:
+        """As `PlannedCode.make_exchangeable`: blocks of one class share code whatever their
+        decisions."""
+        if not is_exchangeable(self._spec):
+            return
+        self._is_exchangeable = True
+        shared = self._by_class(self._spec)
+        self._use(shared)
+        for each, planned in zip(shared, self._codes, strict=True):
+            planned.make_exchangeable(code, self._model.get_submodule(each.blocks[0]))
+
+    def exchange(self, spec: RewriteSpec) -> bool:
+        """As `PlannedCode.exchange`."""
+        if not self._is_exchangeable or not is_exchangeable(spec):
+            return False
+        shared = self._by_class(spec)
+        if [each.blocks for each in shared] != [
+                each.blocks for each in self._by_class(self._spec)]:
+            return False
+        self._spec = spec
+        return all(code.exchange(spec, each.regions)
+                   for code, each in zip(self._codes, shared, strict=True))
+
+    def _by_class(self, spec: RewriteSpec) -> list[SharedCode]:
+        """Group blocks that torch may compile once."""
+        regions: dict[str, list[int]] = {}
+        for index, region in enumerate(spec.regions):
+            regions.setdefault(region.block, []).append(index)
+        alike: dict[tuple[object, ...], list[str]] = {}
+        for name in regions:
+            block = self._model.get_submodule(name)
+            alike.setdefault((bool(name), type(block), hooks_within(block)), []).append(name)
+        return [SharedCode((), tuple(names), tuple(index for name in names
+                                                   for index in regions[name]))
+                for names in alike.values()]
 
     def fall_back(self, fallback: Fallback, *, may_vary: bool = False) -> None:
         """As `PlannedCode.fall_back`; a block that is not the plan's, where others have run, runs
@@ -97,12 +141,13 @@ class PlannedBlocks:
                  ) -> Any:
         """Call a block.  `own`: the forward that the instance has; `None`: that of its class."""
         self.has_begun, self._runs, self._did_more_outside = True, 0, False
-        blocks = [(self._model.get_submodule(name), code) for name, code in (
+        blocks = [(name, self._model.get_submodule(name), code) for name, code in (
             *self._code_of.items(), *((name, None) for name in self._alike)) if name]
         rest = self._code_of.get("")
-        unseen = () if rest is None else [block for block, _ in blocks]
+        unseen = () if rest is None else [block for _, block, _ in blocks]
         with (nullcontext() if self._is_compiled else as_plain_code(tensors_of(args, kwargs)),
-              in_place_of_forwards((block, self._call_of(block, code)) for block, code in blocks),
+              in_place_of_forwards((block, self._call_of(name, block, code))
+                                   for name, block, code in blocks),
               called_unseen(unseen)):
             if rest is None:
                 return call_forward(module, own, *args, **kwargs)
@@ -112,7 +157,7 @@ class PlannedBlocks:
             self._did_more_outside |= rest.did_more_outside
             return result
 
-    def _call_of(self, block: nn.Module, code: PlannedCode | None) -> Forward:
+    def _call_of(self, name: str, block: nn.Module, code: PlannedCode | None) -> Forward:
         own = own_forward(block)
         as_written = partial(call_forward, block, own)
 
@@ -124,7 +169,7 @@ class PlannedBlocks:
                 self._runs += 1
                 return _checkpointed(as_written, args, kwargs)
             try:
-                result = code(block, own, *args, **kwargs)
+                result = code.call_block(name, block, own, *args, **kwargs)
             except PlanMismatch as mismatch:
                 if self._may_vary and not code.has_begun and len(self._unlike) < _UNLIKE:
                     self._unlike.add(call_key)
@@ -248,31 +293,8 @@ def shared_code(spec: RewriteSpec) -> tuple[SharedCode, ...]:
         regions.setdefault(region.block, []).append(index)
     alike: dict[tuple[object, ...], list[str]] = {}
     for name, indices in regions.items():
-        alike.setdefault(tuple(_decisions(spec.regions[index], index) for index in indices),
+        alike.setdefault(decisions_of(spec, indices),
                          []).append(name)
     return tuple(SharedCode(decisions, tuple(blocks),
                             tuple(index for name in blocks for index in regions[name]))
                  for decisions, blocks in alike.items())
-
-
-def _decisions(region: RegionSpec, index: int) -> object:
-    """Return the decisions for a region; they are equal for blocks that may share code."""
-
-    def local(name: str) -> str:
-        """Return the op's name within the block."""
-        bare = name.removeprefix(f"{index}:")
-        mark = "~" if bare.startswith("~") else ""
-        return mark + bare.removeprefix(mark).removeprefix(region.block)
-
-    def ops(keys: tuple[OpKey, ...]) -> tuple[tuple[str, str], ...]:
-        return tuple((local(key.name), key.result) for key in keys)
-
-    sizes = region.region_signature and (
-        region.region_signature.storage_bytes,
-        region.region_signature.input_bytes,
-    )
-    return (ops(region.forward), ops(region.backward), region.cotangents, sizes, region.hoisted,
-            tuple((local(group.before), tuple(
-                msgspec.structs.replace(action, op=local(action.op)) for action in group.actions))
-                  for group in region.insertions),
-            tuple((local(reuse.op), reuse.run, reuse.candidate) for reuse in region.inplace_reuses))

@@ -11,12 +11,13 @@ import operator
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol, Self
 
 import torch
 from torch import fx, nn
 
+from planner._apply.decisions import decisions_of
 from planner._apply.errors import PlanMismatch
 from planner._apply.exchangeable import ScheduledGraphs, boxed_callable
 from planner._apply.outputs import OutputWatcher, places_to_watch, watch, without_elided
@@ -29,7 +30,11 @@ from planner._graph_capture.errors import CaptureError
 from planner._graph_capture.joint_graph.joint import count_cotangents, primals_of
 from planner._graph_capture.joint_graph.lower import LoweredRegion, region_signature
 from planner._graph_capture.joint_graph.naming import name_modules, names_in_model
-from planner._graph_capture.joint_graph.pipeline import JointVariant, lower_joint_graph
+from planner._graph_capture.joint_graph.pipeline import (
+    JointVariant,
+    LoweredGraphs,
+    lower_joint_graph,
+)
 from planner._graph_capture.joint_graph.replay import is_random
 from planner._graph_capture.torch_compat import (
     Branch,
@@ -62,33 +67,49 @@ class Match:
     """True if it is the region with smaller tensors."""
 
 
-@dataclass(slots=True, eq=False)
-class _Traced:
-    """A traced graph whose schedule can be exchanged."""
+@dataclass(frozen=True, slots=True, eq=False)
+class _Scheduled:
+    """A traced graph under one schedule."""
 
-    joint: fx.GraphModule
-    num_outputs: int
-    given: Sequence[str | None]
-    """Names of the parameters and buffers among its inputs."""
-    watched: list[int]
+    place: int
+    """Number of its region among those of its block."""
+    graphs: ScheduledGraphs
+    run_backward: Callable[[list[Any]], Any]
+    watched: Sequence[int]
     """Outputs that are taken to be let go before the backward."""
-    graphs: ScheduledGraphs | None = None
-    run_backward: Callable[[list[Any]], Any] | None = None
 
-    def adopt(self, spec: RewriteSpec, match: Match) -> None:
-        """Run under this schedule from the next call on."""
+    @classmethod
+    def of(cls, spec: RewriteSpec, match: Match, place: int) -> _Scheduled:
         region = match.region
         graphs = rewrite(match.lowered, region.insertions, region.inplace_reuses, region.released)
-        self.watched[:] = places_to_watch(
-            outputs_let_go(spec, match.index, match.lowered), match.lowered, graphs)
         cotangents = [node.meta["val"] for node in match.lowered.joint.cotangents]
-        self.graphs = ScheduledGraphs.of(graphs, match.lowered)
-        self.run_backward = checked_backward(self.graphs.backward, cotangents, region.cotangents)
+        scheduled = ScheduledGraphs.of(graphs, match.lowered)
+        return cls(place, scheduled,
+                   checked_backward(scheduled.backward, cotangents, region.cotangents),
+                   places_to_watch(outputs_let_go(spec, match.index, match.lowered),
+                                   match.lowered, graphs))
+
+
+@dataclass(slots=True, eq=False)
+class _Traced:
+    """A traced graph whose schedule can be exchanged; blocks that run it have one each."""
+
+    module: fx.GraphModule
+    joint: fx.GraphModule
+    num_outputs: int
+    given: dict[str, Sequence[str | None]]
+    """For each block that has run it, names of the parameters and buffers among its inputs."""
+    lowered: LoweredGraphs = field(default_factory=dict)
+    schedules: dict[str, _Scheduled] = field(default_factory=dict)
+    """By block."""
+    unlike: dict[str, Callable[..., Any]] = field(default_factory=dict)
+    """What runs in its place in blocks of which it is not the plan's graph."""
+    running: _Scheduled | None = None
 
     def forward(self, args: list[Any]) -> tuple[Sequence[Any], torch.Tensor]:
         """Outputs of the forward, and the tensor that carries what is saved."""
-        assert self.graphs is not None and self.run_backward is not None
-        return self.graphs.run_forward(args, self.run_backward)
+        assert self.running is not None
+        return self.running.graphs.run_forward(args, self.running.run_backward)
 
 
 class PlanBackend(OutputWatcher):
@@ -104,7 +125,9 @@ class PlanBackend(OutputWatcher):
         self._spec = spec
         self._regions = tuple(range(len(spec.regions)) if regions is None else regions)
         self._compiled_regions = 0
-        self._lowered: dict[tuple[object, ...], LoweredRegion] | None = None
+        self._lowered: dict[fx.GraphModule, LoweredGraphs] | None = None
+        self.block = ""
+        """Name of the block that is called; empty for the model."""
         self.running: nn.Module | None = None
         """The module whose forward is being called: the model or a block; `None`: unknown, and
         modules keep the names of the graph."""
@@ -129,21 +152,44 @@ class PlanBackend(OutputWatcher):
         self._code: TracedCode | None = None
         """Keeps the code that refers to its graphs weakly."""
 
-    def exchange(self, spec: RewriteSpec) -> bool:
-        """Run under another rewrite spec of the same graph from the next call on, without tracing;
-        return whether that is possible."""
-        earlier, self._spec = self._spec, spec
+    def exchange(self, spec: RewriteSpec, regions: Sequence[int] | None = None) -> bool:
+        """Run under another rewrite spec of the same graphs from the next call on, without tracing;
+        return whether that is possible.  `regions`: as for the constructor."""
+        earlier, self._spec = (self._spec, self._regions), spec
+        self._regions = tuple(range(len(spec.regions)) if regions is None else regions)
         try:
-            found = [(each, self._matching_region(each.joint, each.joint, each.num_outputs,
-                                                  each.given)) for each in self._traced]
+            self._run_kept_code()
+            made = [self._schedules(each) for each in self._traced]
         except PlanMismatch:
-            found = []
-        if not found:
-            self._spec = earlier
+            made = []
+        if not made:
+            self._spec, self._regions = earlier
             return False
-        for each, match in found:
-            each.adopt(spec, match)
+        for each, schedules in zip(self._traced, made, strict=True):
+            each.schedules, each.unlike = schedules, {}
         return True
+
+    def _schedules(self, traced: _Traced) -> dict[str, _Scheduled]:
+        """The schedules of a graph for the blocks that have run it."""
+        found: dict[str, _Scheduled] = {}
+        alike: dict[object, _Scheduled] = {}
+        for block in traced.given:
+            decisions = decisions_of(self._spec, self._regions_of(block))
+            if decisions not in alike:
+                alike[decisions] = self._scheduled(traced, block)
+            found[block] = alike[decisions]
+        return found
+
+    def _scheduled(self, traced: _Traced, block: str) -> _Scheduled:
+        """A graph under the schedule that it has in a block."""
+        regions = self._regions_of(block)
+        place = next((each.place for each in traced.schedules.values()), len(self._traced))
+        match = self._matching_region(traced.joint, traced.num_outputs, traced.given[block],
+                                      regions, place, traced.lowered)
+        return _Scheduled.of(self._spec, match, regions.index(match.index))
+
+    def _regions_of(self, block: str) -> tuple[int, ...]:
+        return tuple(index for index in self._regions if self._spec.regions[index].block == block)
 
     def with_spec(self, spec: RewriteSpec, regions: Sequence[int]) -> Self:
         """Return the backend of these regions of another rewrite spec for the same captured graphs
@@ -155,69 +201,162 @@ class PlanBackend(OutputWatcher):
         return other
 
     def __call__(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        match: Match | None = None
-        watched: list[int] = []
         branches = branches_of(module)
         self.compilations += 1
         if self.running is not None:
             name_modules(module, self.running)
         # Read now: the model may have other parameters than when the plan was applied.  Only the
         # names, since the compiler keeps `partition`, and an input may be an activation.
+        given = self._names(inputs)
+        self._leaves_no_trace = False
+        try:
+            run = (self._exchangeable if self.is_exchangeable else self._fixed)(
+                module, inputs, given, branches)
+        except Exception as error:
+            mismatch = getattr(error, "inner_exception", error)
+            if not isinstance(mismatch, PlanMismatch):
+                raise
+            run = self._calling(self._fallen_back(module, mismatch), branches)
+        return torch.compiler.disable(run)
+
+    def _names(self, inputs: Sequence[Any]) -> list[str | None]:
+        """Names of the parameters and buffers among a graph's inputs."""
         model = self._model()
         assert model is not None  # it is being called
-        given = names_in_model(model, inputs)
+        return names_in_model(model, inputs)
+
+    def _fallen_back(self, module: fx.GraphModule, mismatch: PlanMismatch) -> Callable[..., Any]:
+        """What runs in the place of a graph that is not the plan's, if anything may; else raise."""
+        if self.is_trial or not (self.fallback and self.has_begun):
+            raise mismatch
+        warnings.warn("a part of this step is not the planned one; it runs under the schedule "
+                      "that takes least, and the step may take more than the budget: "
+                      f"{mismatch}", stacklevel=2)
+        return self.fallback(module)
+
+    def _fixed(self, module: fx.GraphModule, inputs: Sequence[Any], given: Sequence[str | None],
+               branches: Sequence[Branch]) -> Callable[..., Any]:
+        """What code calls in the place of a graph, compiled for good."""
+        match: Match | None = None
+        watched: Sequence[int] = ()
 
         def partition(
             joint: fx.GraphModule, joint_inputs: object, *, num_fwd_outputs: int, **_: object
         ) -> tuple[fx.GraphModule, fx.GraphModule]:
-            nonlocal match
-            match = self._matching_region(module, joint, num_fwd_outputs, given)
+            nonlocal match, watched
+            match = self._matching_region(
+                joint, num_fwd_outputs, given, self._regions, self._compiled_regions,
+                None if self._lowered is None else self._lowered.setdefault(module, {}))
+            self._compiled_regions += 1
             region = match.region
-            if self.is_exchangeable:
-                self._traced.append(_Traced(joint, num_fwd_outputs, given, watched))
-                self._traced[-1].adopt(self._spec, match)
-                return stub_graphs_of(joint, num_fwd_outputs)
             rewritten = rewrite(match.lowered, region.insertions, region.inplace_reuses,
                                 region.released)
-            watched.extend(places_to_watch(
-                outputs_let_go(self._spec, match.index, match.lowered), match.lowered, rewritten))
+            watched = places_to_watch(
+                outputs_let_go(self._spec, match.index, match.lowered), match.lowered, rewritten)
             rewritten = self._prepared(match, rewritten, num_fwd_outputs)
             return rewritten.forward, rewritten.backward
 
-        self._leaves_no_trace = False
-        try:
-            compiled = self._compile(module, inputs, partition, lambda: match)
-        except Exception as error:
-            mismatch = getattr(error, "inner_exception", error)
-            if self.is_trial or not (isinstance(mismatch, PlanMismatch) and self.fallback
-                                     and self.has_begun):
-                raise
-            warnings.warn("a part of this step is not the planned one; it runs under the schedule "
-                          "that takes least, and the step may take more than the budget: "
-                          f"{mismatch}", stacklevel=2)
-            compiled = self.fallback(module)
-        return torch.compiler.disable(self._calling(
-            compiled, branches, match, watched, leaves_no_trace=self._leaves_no_trace))
+        compiled = self._compile(module, inputs, partition, lambda: match)
+        if match is None:
+            return self._calling(compiled, branches, leaves_no_trace=self._leaves_no_trace)
+        elided = match.region.elided
 
-    def run_traced(self, code: TracedCode) -> None:
-        """Run the regions' graph in code that was compiled of the same graph."""
-        graph, = code.graphs
-        assert graph.region is not None
-        joint, watched = graph.region.joint, list[int]()
-        traced = _Traced(joint, graph.region.num_forward_outputs, graph.given, watched)
-        self._lowered = {
-            (joint, 0, JointVariant(low_peak=low_peak), self._spec.regions[0].cotangents, (), ()):
-            lowered for low_peak, lowered in code.lowered.items()}
-        code.lowered.clear()
-        match = self._matching_region(joint, joint, traced.num_outputs, traced.given)
-        traced.adopt(self._spec, match)
-        self._traced.append(traced)
-        self._code, code.backend, graph.region.forward = code, self, traced.forward
-        graph.run = self._calling(graph.compiled, graph.branches, match, watched)
+        def run(*args: Any) -> Any:
+            self.planned_runs += 1
+            outputs = compiled(*args)
+            watch(outputs, watched, self._output_is_held)
+            return outputs if not elided else without_elided(outputs, elided)
 
-    def _calling(self, compiled: Callable[..., Any], branches: Sequence[Branch],
-                 match: Match | None, watched: list[int], *, leaves_no_trace: bool = False
-                 ) -> Callable[..., Any]:
+        return self._calling(run, branches)
+
+    def _exchangeable(self, module: fx.GraphModule, inputs: Sequence[Any],
+                      given: Sequence[str | None], branches: Sequence[Branch]
+                      ) -> Callable[..., Any]:
+        """What code calls in the place of a graph, under whatever schedule it has then."""
+        made: list[_Traced] = []
+
+        def partition(
+            joint: fx.GraphModule, joint_inputs: object, *, num_fwd_outputs: int, **_: object
+        ) -> tuple[fx.GraphModule, fx.GraphModule]:
+            traced = _Traced(module, joint, num_fwd_outputs, {self.block: given})
+            traced.schedules = self._schedules(traced)
+            made.append(traced)
+            return stub_graphs_of(joint, num_fwd_outputs)
+
+        def forward(graph: fx.GraphModule, _: object) -> Callable[..., Any]:
+            if made:
+                return stub_forward(graph, made[0])
+            self._leaves_no_trace = _leaves_no_trace(graph.graph)
+            return boxed_callable(graph)
+
+        def backward(graph: fx.GraphModule, _: object) -> Callable[..., Any]:
+            return stub_backward(graph)
+
+        compiled = aot_backend(partition, forward, backward)(module, list(inputs))
+        self._traced += made
+        if not made:
+            return self._calling(compiled, branches, leaves_no_trace=self._leaves_no_trace)
+        return self._calling_traced(compiled, branches, made[0])
+
+    def run_kept(self, code: TracedCode) -> None:
+        """Run the regions' graphs in code that was compiled of the same graphs."""
+        self._code = code
+        self._run_kept_code()
+
+    def _run_kept_code(self) -> None:
+        if self._code is None:
+            return
+        blocks = {self._spec.regions[index].block for index in self._regions}
+        known = {each.module: each for each in self._traced}
+        for graph in self._code.graphs:
+            if graph.block not in blocks:
+                continue
+            if graph.region is None:
+                graph.run = self._calling(graph.module, graph.branches)
+                continue
+            traced = known.get(graph.module)
+            if traced is None:
+                traced = _Traced(graph.module, graph.region.joint,
+                                 graph.region.num_forward_outputs, graph.given,
+                                 graph.region.lowered)
+                traced.schedules = self._schedules(traced)
+                self._traced.append(traced)
+            graph.region.forward = traced.forward
+            graph.run = self._calling_traced(graph.compiled, graph.branches, traced)
+
+    def _calling_traced(self, compiled: Callable[..., Any], branches: Sequence[Branch],
+                        traced: _Traced) -> Callable[..., Any]:
+        def run(*args: Any) -> Any:
+            self.planned_runs += 1
+            outputs = compiled(*args)
+            assert traced.running is not None
+            watch(outputs, traced.running.watched, self._output_is_held)
+            return outputs
+
+        def choose(args: tuple[Any, ...]) -> None:
+            if self.block not in traced.schedules:
+                traced.given.setdefault(self.block, self._names(args))
+                traced.schedules = self._schedules(traced)
+            traced.running = traced.schedules[self.block]
+
+        planned = self._calling(run, branches)
+
+        def call(*args: Any) -> Any:
+            if self.block not in traced.unlike:
+                try:
+                    choose(args)
+                except PlanMismatch as mismatch:
+                    traced.given.pop(self.block, None)
+                    traced.unlike[self.block] = self._calling(
+                        self._fallen_back(traced.module, mismatch), branches)
+                else:
+                    return planned(*args)
+            return traced.unlike[self.block](*args)
+
+        return call
+
+    def _calling(self, compiled: Callable[..., Any], branches: Sequence[Branch], *,
+                 leaves_no_trace: bool = False) -> Callable[..., Any]:
         """What code calls in the place of a graph; `compiled`: runs it."""
 
         def call(*args: Any) -> Any:
@@ -230,12 +369,10 @@ class PlanBackend(OutputWatcher):
                         "inputs, or use planner.within(model, ...), which does")
             self.has_run = True
             self.has_begun |= not leaves_no_trace
-            self.planned_runs += match is not None
             outputs = compiled(*args)
             pass_absent_gradients(outputs)
             before_double_backward(outputs, refuse_double_backward)
-            watch(outputs, watched, self._output_is_held)
-            return outputs if match is None else without_elided(outputs, match.region.elided)
+            return outputs
 
         return call
 
@@ -247,15 +384,11 @@ class PlanBackend(OutputWatcher):
         region that it found."""
 
         def forward(graph: fx.GraphModule, _: object) -> Callable[..., Any]:
-            if self.is_exchangeable and match() is not None:
-                return stub_forward(graph, self._traced[-1])
             self._leaves_no_trace = match() is None and _leaves_no_trace(graph.graph)
             return boxed_callable(graph)
 
         def backward(graph: fx.GraphModule, _: object) -> Callable[..., Any]:
             found = match()
-            if self.is_exchangeable and found is not None:
-                return stub_backward(graph)
             cotangents = found.region.cotangents if found else ()
             count = len(cotangents)
             planned = [node.meta["val"] for node in graph.graph.find_nodes(op="placeholder")
@@ -271,32 +404,28 @@ class PlanBackend(OutputWatcher):
         return graphs
 
     def _matching_region(
-        self, module: fx.GraphModule, joint: fx.GraphModule, num_forward_outputs: int,
-        given: Sequence[str | None],
+        self, joint: fx.GraphModule, num_forward_outputs: int, given: Sequence[str | None],
+        regions: Sequence[int], start: int, known: LoweredGraphs | None,
     ) -> Match:
-        """Return the rewrite spec's region that equals this graph, among those whose inputs have
-        these names, if any; raise `PlanMismatch` if there is none."""
+        """Return the one of these regions of the rewrite spec, looked through from the `start`-th
+        on, that equals this graph, whose inputs have these names, if any; raise `PlanMismatch` if
+        there is none."""
         names = [source.name(given) for source in primal_sources(primals_of(joint))]
         variant = JointVariant(self._spec.backend == "inductor", self._spec.low_peak,
                                self._spec.chunks, self._spec.inner_chunks)
         first_difference = ""
-        start = self._compiled_regions % max(len(self._regions), 1)
-        for index in (*self._regions[start:], *self._regions[:start]):
+        start %= max(len(regions), 1)
+        for index in (*regions[start:], *regions[:start]):
             region = self._spec.regions[index]
             if len(region.cotangents) != count_cotangents(joint):
                 first_difference = first_difference or (
                     f"the plan has {len(region.cotangents)} differentiable outputs, "
                     f"this model {count_cotangents(joint)}")
                 continue
-            key = module, index, variant, region.cotangents, region.hoisted, region.elided
-            lowered = None if self._lowered is None else self._lowered.get(key)
-            if lowered is None:
-                lowered = lower_joint_graph(
-                    joint, num_forward_outputs, variant, cotangents=region.cotangents,
-                    input_names=names, hoisted=region.hoisted, region=index, block=region.block,
-                    elided=region.elided)
-            if self._lowered is not None:
-                self._lowered[key] = lowered
+            lowered = lower_joint_graph(
+                joint, num_forward_outputs, variant, cotangents=region.cotangents,
+                input_names=names, hoisted=region.hoisted, region=index, block=region.block,
+                elided=region.elided, known=known)
             difference = different_op(region, lowered)
             is_resized = difference is not None
             if difference is not None and region.region_signature is not None:
@@ -307,7 +436,6 @@ class PlanBackend(OutputWatcher):
             if difference is None:
                 difference = difference_from_step(self._spec, index, lowered)
             if difference is None:
-                self._compiled_regions += 1
                 return Match(index, region, lowered, is_resized)
             first_difference = first_difference or difference
         raise PlanMismatch(

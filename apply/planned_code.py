@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -43,9 +44,9 @@ class CompiledCode:
         """By which parameters are trained: torch 2.11 does not look again where that changes."""
         self._is_compiled, self._is_of_blocks = is_compiled, is_of_blocks
         self._has_several_regions = has_several_regions
-        self._operations_outside: int | None = None
-        """Number of ops that autograd recorded outside of all regions in the first call; `None`
-        before it."""
+        self._operations_outside: dict[str, int] = {}
+        """Number of ops that autograd recorded outside of all regions in the first call, by the
+        block that was called."""
         self.did_more_outside = False
         """True if the last call recorded more ops outside than the first."""
 
@@ -64,7 +65,7 @@ class CompiledCode:
         """Take what ran outside of the regions of earlier code of the same graph for what was
         planned, instead of what does in the first call."""
         if isinstance(earlier, CompiledCode):
-            self._operations_outside = earlier._operations_outside
+            self._operations_outside |= earlier._operations_outside
 
     @property
     def is_trial(self) -> bool:
@@ -88,7 +89,13 @@ class CompiledCode:
     def __call__(self, module: nn.Module, own: Forward | None, /, *args: Any, **kwargs: Any
                  ) -> Any:
         """Call the module.  `own`: the forward that the instance has; `None`: that of its class."""
+        return self.call_block("", module, own, *args, **kwargs)
+
+    def call_block(self, block: str, module: nn.Module, own: Forward | None, /, *args: Any,
+                   **kwargs: Any) -> Any:
+        """Call a module that is this block of the model; empty: the model."""
         backend = self._backend
+        backend.block = block
         backend.has_run = backend.has_begun = False
         backend.planned_runs, backend.running = 0, module
         trained = tuple(p.requires_grad for p in module.parameters())
@@ -98,7 +105,7 @@ class CompiledCode:
         plain = (nullcontext() if self._is_compiled or self._is_of_blocks
                  else as_plain_code(tensors_of(args, kwargs)))
         with (compile_settings(donated_buffers=self._is_compiled), plain,
-              self._marked_sizes(args, kwargs)):
+              self._marked_sizes(args, kwargs), self._entered()):
             try:
                 output = self._compiled[trained](module, own, *args, **kwargs)
             except BackendCompilerFailed as error:
@@ -109,15 +116,17 @@ class CompiledCode:
                 backend.running = None
         outside = uncompiled_operations(output_tensors(output), (args, kwargs),
                                         behind_regions=self._has_several_regions)
-        if self._operations_outside is None:
-            self._operations_outside = outside
-        self.did_more_outside = outside > self._operations_outside
+        self.did_more_outside = outside > self._operations_outside.setdefault(block, outside)
         if self.did_more_outside and self.is_trial:
             raise PlanMismatch(DID_MORE_OUTSIDE)
         return output
 
     def _compile(self) -> Callable[..., Any]:
         return compile_forward(self._name, self._backend)
+
+    def _entered(self) -> AbstractContextManager[None]:
+        """Inside, what is compiled is compiled by this backend."""
+        return nullcontext()
 
     def _marked_sizes(self, args: tuple[Any, ...], kwargs: dict[str, Any]
                       ) -> AbstractContextManager[None]:
@@ -148,27 +157,42 @@ class PlannedCode(CompiledCode):
             name, _backend_of(model, spec, regions), is_compiled=spec.backend == "inductor",
             is_of_blocks=regions is not None,
             has_several_regions=len(spec.regions if regions is None else regions) > 1)
+        self._code: TracedCode | None = None
 
-    def make_exchangeable(self, traced: TracedCode | None) -> None:
-        """Let `exchange` be asked for from here on; before the first call.  `traced`: code that was
-        compiled of the same graph, and is run in place of new code."""
-        self._backend.is_exchangeable = _is_exchangeable(self._backend._spec)
-        if self._backend.is_exchangeable and traced is not None:
-            self._backend.run_traced(traced)
-            self._compiled[traced.trained] = traced.function
+    def make_exchangeable(self, code: TracedCode | None, module: nn.Module) -> None:
+        """Let `exchange` be asked for from here on; before the first call.  `code`: what was
+        compiled of the same graphs, which is run in place of new code; `module`: the model, or one
+        of the blocks."""
+        self._backend.is_exchangeable = True
+        if code is not None:
+            self._code = code
+            self._backend.run_kept(code)
+            self._compiled |= code.functions_of(module)
 
-    def exchange(self, spec: RewriteSpec) -> bool:
-        """Run under another rewrite spec of the same graph from the next call on, without tracing;
-        return whether that is possible."""
-        return (self._backend.is_exchangeable and _is_exchangeable(spec)
-                and bool(self._backend.exchange(spec)))
+    def exchange(self, spec: RewriteSpec, regions: Sequence[int] | None = None) -> bool:
+        """Run under another rewrite spec of the same graphs from the next call on, without tracing;
+        return whether that is possible.  `regions`: as for the constructor."""
+        return (self._backend.is_exchangeable and is_exchangeable(spec)
+                and bool(self._backend.exchange(spec, regions)))
+
+    @contextlib.contextmanager
+    def _entered(self) -> Iterator[None]:
+        if self._code is None:
+            yield
+            return
+        before, self._code.backend = self._code.backend, self._backend
+        try:
+            yield
+        finally:
+            self._code.backend = before
 
 
-def _is_exchangeable(spec: RewriteSpec) -> bool:
-    """True if code under this rewrite spec may run under another: AOTAutograd runs one graph of the
-    whole model, and returns all outputs."""
-    return (spec.backend == "eager" and spec.sizes is None and not spec.blocks
-            and len(spec.regions) == 1 and not spec.regions[0].elided)
+def is_exchangeable(spec: RewriteSpec) -> bool:
+    """True if code under this rewrite spec may run under another: AOTAutograd runs the graphs, and
+    returns all outputs."""
+    return (spec.backend == "eager" and spec.sizes is None
+            and (bool(spec.blocks) or len(spec.regions) == 1)
+            and not any(region.elided for region in spec.regions))
 
 
 def tensors_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Mapping[int, torch.Tensor]:

@@ -32,6 +32,8 @@ from planner._graph_capture.errors import CaptureError
 from planner._graph_capture.garbage import give_back_freed_memory
 from planner._graph_capture.joint_graph.naming import name_modules, names_in_model
 from planner._graph_capture.joint_graph.symbolic_sizes import Values
+from planner._graph_capture.module_forward import Forward
+from planner._graph_capture.output_tensors import output_tensors
 from planner._graph_capture.step.symbolic_region import SymbolicRegion
 from planner._graph_capture.torch_compat import (
     aot_backend,
@@ -140,6 +142,7 @@ class SymbolicBackend(OutputWatcher):
 
     def __init__(self, model: nn.Module, cotangents: Sequence[bool]) -> None:
         self._model, self._cotangents = ref(model), tuple(cotangents)
+        self.block = ""
         self.running: nn.Module | None = None
         self.graphs: list[SymbolicCallable] = []
         self.tensors: Mapping[str, torch.Tensor] = {}
@@ -150,6 +153,8 @@ class SymbolicBackend(OutputWatcher):
         """The schedule of the last call."""
         self.compilations = self.planned_runs = 0
         self.has_run = self.has_begun = self.is_trial = False
+        self.returned: Sequence[Any] = ()
+        """What the graph has returned in a trial."""
 
     def __call__(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         self.compilations += 1
@@ -192,6 +197,8 @@ class SymbolicBackend(OutputWatcher):
             self.planned_runs += len(made)
             pass_absent_gradients(outputs)
             before_double_backward(outputs, refuse_double_backward)
+            if self.is_trial:
+                self.returned = outputs
             for target in made:
                 self.used = target.used
                 watch(outputs, target.used.watched, self._output_is_held)
@@ -207,11 +214,25 @@ NamedTensors = Callable[[tuple[Any, ...], dict[str, Any]], Mapping[str, torch.Te
 class SymbolicCode(CompiledCode):
     """Compiled code of the model with symbolic sizes, under whatever schedule its graph has."""
 
-    def __init__(self, model: nn.Module, cotangents: Sequence[bool], tensors_of: NamedTensors
-                 ) -> None:
+    def __init__(self, model: nn.Module, cotangents: Sequence[bool], tensors_of: NamedTensors, *,
+                 returns_in_order: bool = False) -> None:
+        """`returns_in_order`: it is taken that the graph returns what the model does, in its order;
+        a trial raises `PlanMismatch` where it does not."""
         backend = SymbolicBackend(model, cotangents)
         super().__init__(type(model).__name__, backend)
+        self._returns_in_order = returns_in_order
         self._tensors_of, self._symbolic = tensors_of, backend
+
+    def call_block(self, block: str, module: nn.Module, own: Forward | None, /, *args: Any,
+                   **kwargs: Any) -> Any:
+        """Call the model."""
+        output = super().call_block(block, module, own, *args, **kwargs)
+        returned, self._symbolic.returned = self._symbolic.returned, ()
+        if self._returns_in_order and self.is_trial and [*map(id, returned)] != [
+                *map(id, output_tensors(output))]:
+            raise PlanMismatch("the model returns other tensors than its graph, or in another "
+                               "order")
+        return output
 
     @property
     def dimensions(self) -> dict[str, dict[int, str]]:

@@ -50,6 +50,7 @@ from planner._graph_capture.optimizer.in_backward import (
     early_gradients,
 )
 from planner._graph_capture.optimizer.step import OptimizerTrace, trace_optimizer_steps
+from planner._graph_capture.output_tensors import output_tensors
 from planner._graph_capture.plain_step.eager_step import EagerStep, trace_eager_step
 from planner._graph_capture.plain_step.loss import LossFn, OpenLoss, OutputGradient, trace_loss
 from planner._graph_capture.plain_step.observed_loss import without_watches
@@ -150,6 +151,8 @@ class CapturedStep:
     generates no code because the device is absent."""
     outputs: tuple[OutputGradient, ...]
     """The gradient of each tensor of the model's output."""
+    differentiable: tuple[bool, ...]
+    """For each of these tensors, true if it has a gradient at all; empty with symbolic sizes."""
     tracing: Tracing
     """Retraces the step when more is known about it."""
     held_workspace_bytes: int
@@ -254,7 +257,7 @@ def capture_step(
     make_layout: Callable[[FakeCopy], RankLayout] | None = None,
     symbolic: SymbolicStep | None = None,
     early: EarlyGradients | None = None, optimizer_in_backward: bool = False,
-    keeps_code: bool = False,
+    keeps_code: bool = False, code: TracedCode | None = None,
 ) -> CapturedStep:
     """The training step `loss_fn(model(*args, **kwargs)).backward()` as a graph.
 
@@ -275,7 +278,8 @@ def capture_step(
     widest part of the step and the insides of layers may run.  `symbolic`: the step's graph,
     captured before with symbolic sizes; nothing is traced but the plain step.  `early`:
     gradients that the loop uses and frees as they come; with `optimizer_in_backward` these are all,
-    for `optimizer`.  `keeps_code`: what is compiled of a model on a CPU is kept for it to run.
+    for `optimizer`.  `keeps_code`: what is compiled of a model on a CPU is kept for it to run;
+    `code`: what was kept before of the same step.
 
     Raises `CaptureError` where the model cannot be captured, and `ValueError` for a `keep` that
     names nothing in the model.
@@ -314,7 +318,7 @@ def capture_step(
     tracing = Tracing(unforced, fake_loss, costs.workspace_bytes, holds_output, layout, early or {})
 
     def record(fake_copy: FakeCopy, blocks: Sequence[str], captures_rest: bool = False,
-               keeps_code: bool = keeps_code
+               keeps_code: bool = keeps_code, code: TracedCode | None = None
                ) -> tuple[FakeCopy, LossFn | None, Recording, object]:
         # Code between blocks runs as it is written, and must see what it takes for ordinary
         # tensors.
@@ -326,9 +330,11 @@ def capture_step(
         found = traced, traced_loss, *record_training_step(
             traced, traced_loss, costs.workspace_bytes, blocks, compiled=inductor,
             wrapper=tracing.wrapper, holds_output=holds_output, captures_rest=captures_rest,
-            keeps_code=keeps_code)
-        if keeps_code and not blocks and getattr(traced.mode, "told_values", False):
-            return record(fake_copy, blocks, captures_rest, False)  # values decide what it does
+            keeps_code=keeps_code, code=code if keeps_code else None)
+        if keeps_code and getattr(traced.mode, "told_values", False):  # they decide what it does
+            if not blocks:
+                return record(fake_copy, blocks, captures_rest, False)
+            found[2].code = None
         return found
 
     blocks, chosen_because = find_blocks(model, regions or WHOLE_MODEL), ""
@@ -336,7 +342,8 @@ def capture_step(
         traced, traced_loss, recording, output = fake_copy, fake_loss, Recording(), None
     else:
         try:
-            traced, traced_loss, recording, output = record(fake_copy, blocks, bool(blocks))
+            traced, traced_loss, recording, output = record(
+                fake_copy, blocks, bool(blocks), code=code)
         except CaptureError:
             if not blocks:
                 raise
@@ -360,7 +367,7 @@ def capture_step(
     if blocks and skipped:
         complete = replace(fake_copy, skipped=skipped)
         with contextlib.suppress(CaptureError):
-            traced, traced_loss, recording, output = record(complete, blocks)
+            traced, traced_loss, recording, output = record(complete, blocks, keeps_code=False)
             fake_copy, tracing = complete, replace(
                 tracing, fake_copy=replace(tracing.fake_copy, skipped=skipped))
     uses = [] if symbolic is not None else region_uses(
@@ -417,13 +424,9 @@ def capture_step(
     else:
         variants = [variant(uses)]
     keeper.check_all_used()
-    if recording.code is not None:
-        recording.code.lowered[False] = uses[0].lowered
     if any(has_low_peak_variant(use.lowered) for use in uses):
         uses = region_uses(traced, recording, output, JointVariant(inductor, low_peak=True))
         variants.append(variant(uses, low_peak=True))
-        if recording.code is not None:
-            recording.code.lowered[True] = uses[0].lowered
 
     @quiet_fake_tensors()
     @undisturbed_autograd()
@@ -452,7 +455,9 @@ def capture_step(
         compiled=None if recording.graphs is None or not is_present else CompiledTracer(
             traced, traced_loss, costs, recording.graphs, fake_copy,
             lambda: tracing.wrapper, holds_output, capture_seconds),
-        outputs=outputs, may_skip=bool(blocks) and may_skip,
+        outputs=outputs,
+        differentiable=tuple(tensor.requires_grad for tensor in output_tensors(output)),
+        may_skip=bool(blocks) and may_skip,
         tracing=tracing, held_workspace_bytes=held_workspace_bytes(costs.device_model.gpu),
         chunked=chunked, code=recording.code)
 

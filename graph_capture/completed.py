@@ -52,11 +52,12 @@ def with_output_let_go(step: CapturedStep, lives: Sequence[Until]) -> CapturedSt
     """The step with an output whose tensors live as long as `lives` says."""
     if all(until is Until.END for until in lives):
         return step
-    step = replace(step, tracing=replace(step.tracing, holds_output=False), later=None)
+    if step.holds_output:
+        step = replace(step, tracing=replace(step.tracing, holds_output=False), later=None)
+        step = replace(step, baseline=_traced(step, step.tracing.loss_fn) or step.baseline)
     return replace(
         step, variants=tuple(replace(variant, graph=with_output_released(variant.graph, lives))
                              for variant in step.variants),
-        baseline=_traced(step, step.tracing.loss_fn) or step.baseline,
         compiled=step.compiled and replace(step.compiled, holds_output=False))
 
 

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from planner._graph_capture.capture import CapturedStep, SymbolicStep
+    from planner._graph_capture.dynamo.traced_code import TracedCode
     from planner._graph_capture.op_costs.headroom import ProbeHeadroom
     from planner._graph_capture.optimizer.in_backward import EarlyGradients
     from planner._graph_capture.plain_step.loss import LossFn
@@ -297,12 +298,14 @@ def capture_call(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
                  answers: tuple[Any, ...] | None = None, unknown_loss: LossFn | None = None,
                  probe_headroom: ProbeHeadroom | None = None,
                  symbolic: SymbolicStep | None = None,
-                 early: EarlyGradients | None = None, keeps_code: bool = False) -> CapturedStep:
+                 early: EarlyGradients | None = None, keeps_code: bool = False,
+                 code: TracedCode | None = None) -> CapturedStep:
     """The step whose forward is `model(*args, **kwargs)`; `answers`: values of tensors that its
     code asks for; `unknown_loss`: what stands for a loss that was not given; `probe_headroom`: what
     running single ops may take, where the model is being trained; `symbolic`: its graph, where that
     was captured before with symbolic sizes; `early`: gradients that its loop uses and frees as they
-    come; `keeps_code`: what is compiled is kept for the model to run."""
+    come; `keeps_code`: what is compiled is kept for the model to run; `code`: what was kept before
+    of the same step."""
     from planner._graph_capture.capture import capture_step
     from planner._graph_capture.dynamo.blocks import REPEATED_BLOCKS, has_repeated_blocks
     from planner._graph_capture.fake_copies.fake import device_planned_for
@@ -346,6 +349,7 @@ def capture_call(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
         early=early,
         optimizer_in_backward=planning.optimizer_in_backward,
         keeps_code=keeps_code,
+        code=code,
     )
 
 

@@ -62,6 +62,12 @@ def has_repeated_blocks(model: nn.Module) -> bool:
     return bool(repeated_blocks(model))
 
 
+def most_alike(model: nn.Module) -> int:
+    """The number of repeated blocks of the most frequent class; 0 if there are none."""
+    kinds = Counter(type(model.get_submodule(name)) for name in repeated_blocks(model))
+    return max(kinds.values(), default=0)
+
+
 def repeated_blocks(model: nn.Module) -> tuple[str, ...]:
     """Those that `find_blocks` finds by itself."""
     return (tuple(_repeated(model, "", _CONTAINERS))

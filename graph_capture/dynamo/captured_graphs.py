@@ -12,23 +12,19 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import fx, nn
 
+from planner._graph_capture.dynamo.traced_code import TracedCode
 from planner._graph_capture.module_forward import (
     in_place_of_forward,
     in_place_of_forwards,
     own_forward,
 )
-from planner._graph_capture.module_hooks import hooks_within
-from planner._graph_capture.torch_compat import (
-    called_unseen,
-    compile_forward,
-    compile_module,
-    weakly,
-)
+from planner._graph_capture.torch_compat import called_unseen, weakly
 from planner._graph_capture.torch_compat.joint_replay import JointReplay
 
 
@@ -67,9 +63,11 @@ class CapturedGraphs:
         self._fixed = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
         self.repeated = RepeatedGraphs(self._capture, lambda: self.running)
         """The backend that Dynamo calls."""
-        self._blocks = BlockCalls(model, blocks, self.repeated) if blocks else None
-        self._whole = (compile_module(model, self.repeated) if captures_rest or not blocks
-                       else None)
+        self._code = TracedCode()
+        self._code.backend = self.repeated
+        self._blocks = BlockCalls(model, blocks, self._code) if blocks else None
+        self._whole = (partial(self._code.function_of(model), model, own_forward(model))
+                       if captures_rest or not blocks else None)
         self.call = model
         """The model; inside `installed` it or its blocks are compiled."""
 
@@ -191,21 +189,11 @@ def _layouts(inputs: Sequence[Any]) -> list[object]:
 class BlockCalls:
     """Compiled calls of some submodules of a model, which otherwise runs as it is written."""
 
-    def __init__(self, model: nn.Module, names: Sequence[str], backend: DynamoBackend) -> None:
-        """Modules of one class with the same hooks share compiled code where they can: after a hook
-        breaks the graph, torch leaves the code alone."""
+    def __init__(self, model: nn.Module, names: Sequence[str], code: TracedCode) -> None:
         self.running = ""
         """Name of the block that is running; empty outside of blocks."""
-        self._backend = backend
-        self._compiled: list[Callable[..., Any]] = []
-        shared: dict[tuple[object, ...], Callable[..., Any]] = {}
-        self._calls: list[tuple[nn.Module, Callable[..., Any]]] = []
-        for name in names:
-            block = model.get_submodule(name)
-            kind = type(block), hooks_within(block)
-            if kind not in shared:
-                shared[kind] = compile_forward(type(block).__name__, self)
-            self._calls.append((block, self._call_of(name, block, shared[kind])))
+        self._calls = [(block, self._call_of(name, block, code.function_of(block)))
+                       for name in names for block in [model.get_submodule(name)]]
 
     def installed(self) -> AbstractContextManager[None]:
         """Inside, these submodules run compiled."""
@@ -229,9 +217,3 @@ class BlockCalls:
 
         # The code around breaks there, and calls the block between its hooks.
         return torch.compiler.disable(run)
-
-    def __call__(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        """Compile a graph, as a Dynamo backend."""
-        compiled = self._backend(module, inputs)
-        self._compiled.append(compiled)
-        return weakly(compiled)

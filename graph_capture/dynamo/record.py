@@ -41,6 +41,7 @@ from planner._graph_capture.fake_copies.fake import FakeCopy
 from planner._graph_capture.fake_copies.input_values import named_inputs, values_of_inputs
 from planner._graph_capture.joint_graph.joint import primals_of
 from planner._graph_capture.joint_graph.naming import name_modules, names_in_model
+from planner._graph_capture.joint_graph.pipeline import LoweredGraphs
 from planner._graph_capture.memory.tracker import Workspace
 from planner._graph_capture.module_forward import in_place_of_forward, own_forward
 from planner._graph_capture.plain_step.loss import LossFn, objective
@@ -54,7 +55,6 @@ from planner._graph_capture.torch_compat import (
     as_plain_code,
     boxed,
     branches_of,
-    compile_module,
     compile_settings,
     pass_absent_gradients,
     primal_sources,
@@ -70,7 +70,13 @@ class RecordedRegion:
     """A joint graph and its use in the step."""
 
     joint: fx.GraphModule
+    """On the planned device."""
+    traced: fx.GraphModule
+    """On the device of the trace."""
     num_forward_outputs: int
+    sources: Sequence[PrimalSource]
+    """Of its primals."""
+    lowered: LoweredGraphs = field(default_factory=dict)
     cotangents: list[tuple[bool, ...]] = field(default_factory=list)
     """For each run of its backward, the outputs into which a gradient flowed."""
     forward: Callable[[list[Any]], tuple[Sequence[Any], torch.Tensor]] = field(init=False)
@@ -108,7 +114,7 @@ class Recording:
     calls_again: int = 0
     """Number of region calls when the step ran for the second time."""
     code: TracedCode | None = None
-    """The code of a model of one region, for the model itself to run, where it is kept."""
+    """What was compiled, for the model itself to run, where it is kept."""
 
     @property
     def is_repeatable(self) -> bool:
@@ -148,7 +154,7 @@ the end."""
 def record_step(fake_copy: FakeCopy, run_step: RunStep, workspace: Workspace,
                 blocks: Sequence[str] = (), wrapper: Wrapper | None = None, *,
                 compiled: bool = False, captures_rest: bool = False,
-                keeps_code: bool = False) -> Recording:
+                code: TracedCode | None = None) -> Recording:
     """Record one step of the fake copy, which has no gradients before and after.
 
     The step runs twice: the first time Dynamo compiles it, the second time what code between the
@@ -156,17 +162,20 @@ def record_step(fake_copy: FakeCopy, run_step: RunStep, workspace: Workspace,
     `blocks`, names of submodules, these are compiled one by one and the rest runs as it is written
     or, with `captures_rest`, is compiled too.  `wrapper` has its hooks in the model while the step
     runs.  With `compiled` the joint graphs are those that Inductor would partition, and the graphs
-    are kept for it.  With `keeps_code` the compiled code is kept for the model to run.
+    are kept for it.  `code`: is run, compiled as far as it is not yet, and kept for the model to
+    run.
     """
     recording = Recording()
     recorder = _Recorder(fake_copy, recording, _for_inductor if compiled else aot_backend)
     model, installed, repeated = _compiled(fake_copy, blocks, recorder, compiled, captures_rest,
-                                           keeps_code)
+                                           code)
     hooks = (wrapper or Wrapper()).attached(fake_copy.model, recorder.make_buffer)
     # A graph of Inductor's is the one that torch.compile makes.
     plain = nullcontext() if compiled else as_plain_code(values_of_inputs(fake_copy))
+    recorded = nullcontext() if recorder.code is None else (
+        recorder.code.recorded(repeated, recorder.follow))
     with (warnings.catch_warnings(), compile_settings(), plain, fake_copy.as_on_device(),
-          fake_copy.mode, installed, hooks):
+          fake_copy.mode, recorded, installed, hooks):
         # Dice of Python's: the graph breaks there, as it may.
         warnings.filterwarnings("ignore", "Dynamo does not know how to trace the builtin")
         # What a cached function computes is traced, whatever its cache holds.
@@ -195,15 +204,14 @@ def record_step(fake_copy: FakeCopy, run_step: RunStep, workspace: Workspace,
     if getattr(fake_copy.mode, "told_values", False):
         for name, _ in named_inputs(fake_copy):
             recording.asked.setdefault(name, "")
-    if recording.code is not None:
-        recording.code.graphs, recorder.graphs = recorder.graphs, []
-        if recording.uncaptured or not recording.code.is_complete:
-            recording.code = None
+    if code is not None and code.is_complete(by_blocks=bool(blocks)) and (
+            captures_rest if blocks else recording.uncaptured is None):
+        recording.code = code
     return recording
 
 
 def _compiled(fake_copy: FakeCopy, blocks: Sequence[str], recorder: _Recorder, keep_graphs: bool,
-              captures_rest: bool, keeps_code: bool
+              captures_rest: bool, code: TracedCode | None
               ) -> tuple[Callable[..., Any], AbstractContextManager[Any], RepeatedGraphs]:
     """The model that `recorder` sees running, inside of the context, and what it has seen of it."""
     model = fake_copy.model
@@ -213,19 +221,17 @@ def _compiled(fake_copy: FakeCopy, blocks: Sequence[str], recorder: _Recorder, k
         recorder.running_block = lambda: graphs.running
         return graphs.call, graphs.installed(), graphs.repeated
     repeated = RepeatedGraphs(recorder, lambda: recorder.running_block())
-    if not blocks and keeps_code:
-        code = recorder.recording.code = TracedCode(
-            type(model).__name__, repeated, tuple(p.requires_grad for p in model.parameters()))
-        return (fake_copy.callee, in_place_of_forward(
-            model, partial(code.function, model, own_forward(model))), repeated)
+    code = recorder.code = code or TracedCode()
+    recorder.graphs = code.graphs
     if not blocks:
-        return (fake_copy.callee, in_place_of_forward(model, compile_module(model, repeated)),
-                repeated)
-    calls = BlockCalls(model, blocks, repeated)
+        return (fake_copy.callee, in_place_of_forward(model, partial(
+            code.function_of(model), model, own_forward(model))), repeated)
+    calls = BlockCalls(model, blocks, code)
     recorder.running_block = lambda: calls.running
     if not captures_rest:
         return model, calls.installed(), repeated
-    return model, _with_rest(model, calls, compile_module(model, repeated)), repeated
+    return model, _with_rest(model, calls, partial(
+        code.function_of(model), model, own_forward(model))), repeated
 
 
 @contextmanager
@@ -307,28 +313,49 @@ class _Recorder:
         self.running_block: Callable[[], str] = lambda: ""
         """Name of the block that is running; empty if the whole model is compiled."""
         self.graphs: list[TracedGraph] = []
+        self.code: TracedCode | None = None
 
     def __call__(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        # The graphs' tensors keep their functions alive by way of autograd, and the recorder keeps
-        # the tensors alive.  So these functions do not refer to the recorder: the garbage collector
-        # cannot see such cycles.
-        mode, device, planned, again = self.mode, self.device, self.planned, self.again
+        mode, device, planned = self.mode, self.device, self.planned
         region: RecordedRegion | None = None
-        sources: list[PrimalSource] = []  # of the primals
-        open_calls: list[int] = []  # numbers of forwards whose backward is still to come
         name_modules(module, self.model.get_submodule(self.running_block()))
-        branches = branches_of(module)
 
         def partition(
             joint: fx.GraphModule, joint_inputs: object, *, num_fwd_outputs: int, **_: object
         ) -> tuple[fx.GraphModule, fx.GraphModule]:
             nonlocal region
-            sources.extend(primal_sources(primals_of(joint)))
             region = RecordedRegion(
-                joint if planned == device else on_device(joint, planned),
-                num_fwd_outputs)
-            cotangents, results = region.cotangents, StubResults(
-                joint, num_fwd_outputs, mode, device)
+                joint if planned == device else on_device(joint, planned), joint, num_fwd_outputs,
+                primal_sources(primals_of(joint)))
+            return stub_graphs_of(joint, num_fwd_outputs)
+
+        def forward(graph: fx.GraphModule, _: object) -> Callable[..., Any]:
+            if region is not None:
+                return stub_forward(graph, region)
+            results = StubResults(graph, None, mode, device)
+            return boxed(lambda args: results.outputs())
+
+        def backward(graph: fx.GraphModule, _: object) -> Callable[..., Any]:
+            return stub_backward(graph)
+
+        branches = branches_of(module)
+        compiled = self.make_backend(partition, forward, backward)(module, list(inputs))
+        graph = TracedGraph(region, module, self.running_block(), branches, compiled)
+        self.follow(graph)
+        self.graphs.append(graph)
+        return weakly(graph)
+
+    def follow(self, graph: TracedGraph) -> None:
+        """Record the runs of a graph."""
+        # The graphs' tensors keep their functions alive by way of autograd, and the recorder keeps
+        # the tensors alive.  So these functions do not refer to the recorder: the garbage collector
+        # cannot see such cycles.
+        again, region, compiled = self.again, graph.region, graph.compiled
+        open_calls: list[int] = []  # numbers of forwards whose backward is still to come
+        graph.given.clear()
+        if region is not None:
+            cotangents = region.cotangents = []
+            results = StubResults(region.traced, region.num_forward_outputs, self.mode, self.device)
 
             def run_backward(given: list[Any]) -> list[Any]:
                 if again.tracker is None:
@@ -349,21 +376,9 @@ class _Recorder:
                 return results.outputs(), carrier_of(run_backward)
 
             region.forward = run_forward
-            return stub_graphs_of(joint, num_fwd_outputs)
-
-        def forward(graph: fx.GraphModule, _: object) -> Callable[..., Any]:
-            if region is not None:
-                return stub_forward(graph, region)
-            results = StubResults(graph, None, mode, device)
-            return boxed(lambda args: results.outputs())
-
-        def backward(graph: fx.GraphModule, _: object) -> Callable[..., Any]:
-            return stub_backward(graph)
-
-        compiled = self.make_backend(partition, forward, backward)(module, list(inputs))
 
         def call(*args: Any) -> Any:
-            for branch in branches:
+            for branch in graph.branches:
                 for position in branch.inputs:
                     name = self.input_names.get(id(args[position]), "an input")
                     self.recording.asked[name] = branch.place
@@ -371,19 +386,23 @@ class _Recorder:
                     branch.holds(args)
             if self.again.tracker is not None:
                 # What needs no gradient counts as code that runs as it is written.
-                return module(*args) if region is None else followed(self.again.tracker, args)
+                return (graph.module(*args) if region is None
+                        else followed(self.again.tracker, region, args))
+            block = self.running_block()
+            if block not in graph.given:
+                graph.given[block] = names_in_model(self.model, args)
             outputs = compiled(*args)
             pass_absent_gradients(outputs)
             if region is None:
                 self.recording.inference_graphs += 1
             else:
                 self.recording.calls.append(RegionCall(
-                    region, tuple(source.of(args) for source in sources),
-                    tuple(pytree.tree_leaves(outputs)), self.running_block()))
+                    region, tuple(source.of(args) for source in region.sources),
+                    tuple(pytree.tree_leaves(outputs)), block))
             return outputs
 
-        def followed(tracker: GapTracker, args: tuple[Any, ...]) -> Any:
-            number = tracker.begin_forward([source.of(args) for source in sources])
+        def followed(tracker: GapTracker, region: RecordedRegion, args: tuple[Any, ...]) -> Any:
+            number = tracker.begin_forward([source.of(args) for source in region.sources])
             open_calls.append(number)
             try:
                 outputs = compiled(*args)
@@ -393,10 +412,7 @@ class _Recorder:
             tracker.watch_outputs(number, pytree.tree_leaves(outputs))
             return outputs
 
-        graph = TracedGraph(
-            region, names_in_model(self.model, inputs), branches, compiled, call)
-        self.graphs.append(graph)
-        return weakly(graph)
+        graph.run = call
 
     def make_buffer(self, size_bytes: int, kind: BufferKind) -> torch.Tensor:
         """Allocate a buffer of the wrapper."""
@@ -408,7 +424,7 @@ class _Recorder:
 def record_training_step(
     fake_copy: FakeCopy, loss_fn: LossFn | None, workspace: Workspace, blocks: Sequence[str], *,
     compiled: bool, wrapper: Wrapper | None = None, holds_output: bool = True,
-    captures_rest: bool = False, keeps_code: bool = False,
+    captures_rest: bool = False, keeps_code: bool = False, code: TracedCode | None = None,
 ) -> tuple[Recording, object]:
     """One captured step of the fake copy (see `record_step`), and what its forward returned.
     `holds_output`: the caller keeps the output alive until the backward ends.
@@ -418,7 +434,7 @@ def record_training_step(
     """
     wrapper = wrapper or Wrapper()
 
-    def record() -> tuple[Recording, object]:
+    def record(code: TracedCode | None) -> tuple[Recording, object]:
         outputs: list[object] = []
 
         def run(model: Callable[..., Any], before_backward: Callable[[], object]) -> object:
@@ -433,12 +449,15 @@ def record_training_step(
             return goal, wrapper.finish()
 
         return record_step(fake_copy, run, workspace, blocks, wrapper, compiled=compiled,
-                           captures_rest=captures_rest, keeps_code=keeps_code), outputs[0]
+                           captures_rest=captures_rest, code=code), outputs[0]
 
-    chosen = record()
+    def new_code() -> TracedCode | None:
+        return TracedCode() if keeps_code else None
+
+    chosen = record(code or new_code())
     first = chosen[0]
     if not ((blocks and first.is_repeatable) or len(first.calls) == 1):
-        again = record()
+        again = record(new_code())
         if again[0].calls and (not first.calls or not first.is_repeatable
                                or len(again[0].calls) < len(first.calls)):
             chosen = again

@@ -1,25 +1,33 @@
-"""Compiled code of a storage-less copy's forward, which then runs for the model itself.
+"""Compiled code of a storage-less copy, which then runs for the model itself.
 
 The model of the world: to Dynamo's guards a storage-less copy of a model on a CPU is the model, so
-that one trace serves both: the step is recorded on the copy, planned, and run.  Where a guard tells
-them apart, Dynamo traces the model again.
+that one trace serves both: the step is recorded on the copy, planned, and run, and recorded again
+once more is known about it.  Where a guard tells them apart, Dynamo traces the model again.
+
+Of a model whose blocks are compiled one by one, blocks of one class share a function.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import fx
+from torch import fx, nn
 
+from planner._graph_capture.errors import CaptureError
 from planner._graph_capture.fake_copies.storage_less import is_storage_less
-from planner._graph_capture.joint_graph.lower import LoweredRegion
+from planner._graph_capture.module_hooks import hooks_within
 from planner._graph_capture.torch_compat import Branch, FakeTensor, compile_forward
 
 if TYPE_CHECKING:
     from planner._graph_capture.dynamo.record import RecordedRegion
+
+
+def _run_by_nobody(*args: Any) -> Any:
+    raise CaptureError("code that was compiled to record a step is called without a plan")
 
 
 @dataclass(eq=False)
@@ -28,37 +36,88 @@ class TracedGraph:
 
     region: RecordedRegion | None
     """`None` if it needs no gradient."""
-    given: Sequence[str | None]
-    """Names of the parameters and buffers among its inputs."""
+    module: fx.GraphModule
+    """The graph as Dynamo captured it."""
+    block: str
+    """The block that was running; empty outside of blocks."""
     branches: tuple[Branch, ...]
     compiled: Callable[..., Any]
     """Runs the region's `forward`."""
-    run: Callable[..., Any]
+    given: dict[str, Sequence[str | None]] = field(default_factory=dict)
+    """For each block that has run it, names of the parameters and buffers among its inputs."""
+    run: Callable[..., Any] = _run_by_nobody
     """What the code calls."""
 
     def __call__(self, *args: Any) -> Any:
         return self.run(*args)
 
+    @property
+    def _constants(self) -> Iterator[object]:
+        for module in (self.module, *(() if self.region is None else (self.region.joint,))):
+            for node in module.graph.find_nodes(op="get_attr"):
+                yield getattr(module, str(node.target), None)
+
+    @property
+    def has_values(self) -> bool:
+        """True if its constants have their values."""
+        return not any(isinstance(each, torch.Tensor)
+                       and (isinstance(each, FakeTensor) or is_storage_less(each))
+                       for each in self._constants)
+
 
 class TracedCode:
     """The code, compiled with whatever its backend is at the time."""
 
-    def __init__(self, name: str, backend: Callable[..., Any], trained: tuple[bool, ...]) -> None:
-        """`trained`: which of the copy's parameters are trained."""
-        self.backend, self.trained = backend, trained
+    def __init__(self) -> None:
+        self.backend: Callable[..., Any] | None = None
         self.graphs: list[TracedGraph] = []
-        self.lowered: dict[bool, LoweredRegion] = {}
-        """The graph in its base variant (`False`) and low-peak variant."""
-        self.function = compile_forward(name, self)
+        self._functions: dict[tuple[type, tuple[int, ...], tuple[bool, ...]],
+                              Callable[..., Any]] = {}
+
+    def function_of(self, module: nn.Module) -> Callable[..., Any]:
+        """The compiled forward of a module, as of `compile_forward`.  Modules of one class with the
+        same hooks and trained parameters share it: after a hook breaks the graph, torch leaves the
+        code alone."""
+        kind = (type(module), hooks_within(module),
+                tuple(parameter.requires_grad for parameter in module.parameters()))
+        if kind not in self._functions:
+            self._functions[kind] = compile_forward(type(module).__name__, self)
+        return self._functions[kind]
+
+    def functions_of(self, module: nn.Module) -> dict[tuple[bool, ...], Callable[..., Any]]:
+        """What there is for this module, by which of its parameters are trained."""
+        kind = type(module), hooks_within(module)
+        return {trained: function for (*each, trained), function in self._functions.items()
+                if tuple(each) == kind}
 
     def __call__(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        assert self.backend is not None
         compiled: Callable[..., Any] = self.backend(module, inputs)
         return compiled
 
-    @property
-    def is_complete(self) -> bool:
-        """True if it is one graph with a backward, in which constants have their values."""
-        return len(self.graphs) == 1 and (region := self.graphs[0].region) is not None and not any(
-            isinstance(each, FakeTensor) or is_storage_less(each)
-            for node in region.joint.graph.find_nodes(op="get_attr")
-            if isinstance(each := getattr(region.joint, str(node.target), None), torch.Tensor))
+    @contextlib.contextmanager
+    def recorded(self, backend: Callable[..., Any], follow: Callable[[TracedGraph], None]
+                 ) -> Iterator[None]:
+        """Context in which it is compiled by `backend`, and its graphs run what `follow` gives
+        them; then they run again what they ran before."""
+        before = self.backend, [
+            (graph, graph.run, None if graph.region is None else graph.region.forward)
+            for graph in self.graphs]
+        self.backend = backend
+        for graph in self.graphs:
+            follow(graph)
+        try:
+            yield
+        finally:
+            for graph in self.graphs:
+                graph.run = _run_by_nobody
+            self.backend, runs = before
+            for graph, run, forward in runs:
+                graph.run = run
+                if graph.region is not None and forward is not None:
+                    graph.region.forward = forward
+
+    def is_complete(self, *, by_blocks: bool) -> bool:
+        """True if the model may run it: where it is not cut at blocks, it is one graph."""
+        return all(graph.has_values for graph in self.graphs) and (
+            by_blocks or [graph.region is None for graph in self.graphs] == [False])

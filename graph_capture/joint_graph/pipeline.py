@@ -42,11 +42,15 @@ class JointVariant:
     """Number of chunks in which the insides of layers run, see `chunks.part`."""
 
 
+LoweredGraphs = dict[tuple[object, ...], LoweredRegion]
+"""What one joint graph was lowered to before, for some region."""
+
+
 def lower_joint_graph(
     module: fx.GraphModule, num_forward_outputs: int, variant: JointVariant, *,
     cotangents: Sequence[bool], input_names: Sequence[str | None],
     hoisted: tuple[int, ...] | None = None, region: int = 0, block: str = "",
-    elided: Collection[int] = (),
+    elided: Collection[int] = (), known: LoweredGraphs | None = None,
 ) -> LoweredRegion:
     """The region, the step's `region`-th, of a joint graph in one variant; `module` is not changed.
 
@@ -54,8 +58,12 @@ def lower_joint_graph(
     of the parameters and buffers among the inputs, `None` for any other.  `hoisted`: the ops that a
     plan for Inductor has moved to the forward; `None` chooses them.  `elided`: outputs of the
     forward that nobody reads, which may be elided if they are made in chunks.  `block`: the
-    submodule of the graph, empty for the whole model.
+    submodule of the graph, empty for the whole model.  `known`: is added to, and made use of.
     """
+    key = (region, block, variant, tuple(cotangents), None if hoisted is None else tuple(hoisted),
+           tuple(elided))
+    if known is not None and key in known:
+        return known[key]
     joint = clean_joint_graph(module, num_forward_outputs, cotangents)
     cut = Chunked(joint, 1, 1, ())
     if variant.chunks > 1:
@@ -76,8 +84,11 @@ def lower_joint_graph(
         hoist(joint, hoisted)
     Sizes.of(joint.primals).settle(joint.graph)
     lowered = lower(joint, _stable_names(input_names), region, block)
-    return replace(lowered, hoisted=hoisted or (), saved_by_default=saved,
-                   chunks=cut.chunks, inner_chunks=cut.inner_chunks, elided=cut.elided)
+    lowered = replace(lowered, hoisted=hoisted or (), saved_by_default=saved,
+                      chunks=cut.chunks, inner_chunks=cut.inner_chunks, elided=cut.elided)
+    if known is not None:
+        known[key] = lowered
+    return lowered
 
 
 def has_low_peak_variant(region: LoweredRegion) -> bool:

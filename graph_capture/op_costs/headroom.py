@@ -27,12 +27,15 @@ class ProbeHeadroom:
     """Bytes currently allocated on the device."""
     resident_bytes: int
     """Bytes that stay allocated before a step begins: parameters, buffers and inputs."""
+    plain_peak_bytes: int | None = None
+    """Peak of the plain step above the resident memory, if it is known."""
 
     def left(self, plain_peak: Callable[[], int]) -> Callable[[], int]:
         """A function that returns the bytes left; `plain_peak`: the peak of the plain step above
         the resident memory, called only if needed."""
         limit = self.limit if isinstance(self.limit, int) else math.floor(
-            self.limit * (self.resident_bytes + plain_peak()))
+            self.limit * (self.resident_bytes + (
+                plain_peak() if self.plain_peak_bytes is None else self.plain_peak_bytes)))
         return lambda: max(0, limit - self.held_bytes())
 
 

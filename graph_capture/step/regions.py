@@ -66,7 +66,9 @@ def region_uses(fake_copy: FakeCopy, recording: Recording, output: object, varia
         lowered = lower_joint_graph(
             call.region.joint, call.region.num_forward_outputs, variant, cotangents=cotangents,
             input_names=[names.get(id(tensor)) for tensor in call.inputs], region=number,
-            block=call.module, elided=range(len(call.outputs)) if elides_output else ())
+            block=call.module, elided=range(len(call.outputs)) if elides_output else (),
+            hoisted=None if variant.compiled else (),
+            known=None if variant.compiled else call.region.lowered)
         linked = {
             index: made[storage_key(tensor)] for index, tensor in enumerate(call.inputs)
             if isinstance(tensor, torch.Tensor) and storage_key(tensor) in made}

@@ -123,6 +123,8 @@ class PlanningForward(ObservingForward):
         """The graph of the last step."""
         self._served: dict[Call, PlannedGraph] = {}
         self._symbolic = SymbolicGraphs(self.__self__, self.inner)
+        self._is_whole = False
+        """True if no plan by blocks fits, so that a deep model is one region, too."""
         self._begin_observing()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -212,7 +214,14 @@ class PlanningForward(ObservingForward):
             refusal = "" if graph.planner else other_ranks(graph.plan.parallel, self.__self__)
             if refusal:
                 continue
-            self._bring_up_to_date(graph, call, present, args, kwargs)
+            try:
+                self._bring_up_to_date(graph, call, present, args, kwargs)
+            except InfeasibleBudget:
+                if graph.planner is None or not graph.planner.chose_blocks:
+                    raise
+                self._is_whole = True
+                self.graphs.remove(graph)
+                continue
             # A mismatch may show only after a part has run; then the next graph starts from the
             # beginning.
             is_trial = graph.has_control_flow or (
@@ -331,14 +340,22 @@ class PlanningForward(ObservingForward):
         with self._planning() as watch:
             planner = GraphPlanner(module, args, kwargs, settings.planning, settings.limit,
                                    settings.batches_ahead, partial(alive, self._optimizers),
-                                   early=dict(self._early))
+                                   early=dict(self._early), is_whole=self._is_whole)
             graph = PlannedGraph(call, planner)
             graph.note(present)
             self._share_step(graph)
             graph.lives = self._expected_output(planner)
             self._look_outside(graph, args, kwargs)
-            self._plan(graph, self._known(graph, present), present)
-            watch.conclude(f": {summarize(graph.plan)}")
+            try:
+                self._plan(graph, self._known(graph, present), present)
+            except InfeasibleBudget:
+                if not planner.chose_blocks:
+                    raise
+                self._is_whole = True
+            else:
+                watch.conclude(f": {summarize(graph.plan)}")
+        if planner.chose_blocks and self._is_whole:
+            return self._new_graph(call, present, args, kwargs)
         self.graphs.insert(0, graph)
         return graph
 
@@ -384,7 +401,11 @@ class PlanningForward(ObservingForward):
         graph.known = known or self._assumed(graph)
         try:
             plan = planner.provisional_plan(graph.known) if known is None else planner.plan(known)
+            if planner.chose_blocks and plan.limited_bytes > (plan.budget_bytes or math.inf):
+                raise InfeasibleBudget(plan.budget_bytes or 0, plan.limited_bytes, "")
         except InfeasibleBudget as refusal:
+            if planner.chose_blocks:
+                raise
             makes_way = graph.make_way()  # From the next step on the others leave more.
             is_certain = graph.is_observed and not makes_way and not self._unforeseen_bytes
             if is_certain or not planner.may_fit(graph.known):

@@ -36,7 +36,12 @@ from planner._graph_capture.completed import (
     with_output_let_go,
     with_seen_loss,
 )
-from planner._graph_capture.dynamo.blocks import REPEATED_BLOCKS, WHOLE_MODEL, has_repeated_blocks
+from planner._graph_capture.dynamo.blocks import (
+    REPEATED_BLOCKS,
+    WHOLE_MODEL,
+    has_repeated_blocks,
+    most_alike,
+)
 from planner._graph_capture.dynamo.traced_code import TracedCode
 from planner._graph_capture.errors import CaptureError, DataDependentValue
 from planner._graph_capture.fake_copies.data_dependent_values import data_dependent_values
@@ -100,6 +105,11 @@ _PROVISIONAL_SHARE = 0.25
 """Fraction of the time limit for a plan that is made for one step."""
 
 
+_DEEP = 24
+"""Equal blocks from which on a step is captured by them, so that the time that tracing takes does
+not grow with depth."""
+
+
 class GraphPlanner:
     """Plans one graph of a model: the step that began with some call."""
 
@@ -107,14 +117,20 @@ class GraphPlanner:
                  planning: Planning, limit: Budget | None, batches_ahead: int = 0,
                  stepping: Callable[[], Sequence[Optimizer]] = tuple,
                  symbolic: SymbolicStep | None = None,
-                 early: EarlyGradients | None = None) -> None:
+                 early: EarlyGradients | None = None, is_whole: bool = False) -> None:
         """Capture the step; raises `CaptureError`.  `batches_ahead`: how many batches the caller
         holds beside this one; `stepping`: the optimizers that were seen so far; `symbolic`: the
         step's graph, where it was captured before with symbolic sizes; `early`: gradients that
-        hooks free as they come."""
+        hooks free as they come; `is_whole`: a deep model is one region, too."""
+        self._is_whole = is_whole
+        self.chose_blocks = False
+        """True if the model is captured by its blocks because it is deep."""
         self._early = dict(early or {})
         self._planning, self._limit, self._batches_ahead = planning, limit, batches_ahead
         self._stepping, self._symbolic = stepping, symbolic
+        self._kept_code: TracedCode | None = None  # for another capture of the same call
+        self._kept_regions: str | Sequence[str] | None = None
+        self._has_captured = False
         self.has_control_flow = False
         """True if values of tensors decide the step's control flow."""
         self._capture(model, args, dict(kwargs), planning)
@@ -135,6 +151,19 @@ class GraphPlanner:
         if planning.parallel is None:
             planning = replace(planning, regions=planning.regions or regions_under_wrappers(model))
         self._parallel = planning.parallel
+        self.chose_blocks = self._may_be_by_blocks(planning) and most_alike(model) >= _DEEP
+        if self.chose_blocks:
+            # A better way, not the only one: code may fail under it alone.
+            with suppress(CaptureError):
+                self._take(model, args, kwargs, replace(planning, regions=REPEATED_BLOCKS))
+                return
+            self.chose_blocks = False
+        self._take(model, args, kwargs, planning)
+
+    def _take(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
+              planning: Planning) -> None:
+        """Capture the step in these regions."""
+        kept = self._kept_code if planning.regions == self._kept_regions else None
         unknown = OpenLoss(self._input_bytes)
         early = self._early if self._may_free(planning) else None
         headroom = self._probe_headroom(model)
@@ -143,8 +172,11 @@ class GraphPlanner:
                 self._step = capture_call(model, args, kwargs, planning, report,
                                           unknown_loss=unknown, probe_headroom=headroom,
                                           symbolic=self._symbolic, early=early,
-                                          keeps_code=self._symbolic is None and self.is_alone)
+                                          keeps_code=self._symbolic is None and self.is_alone,
+                                          code=kept)
             except DataDependentValue:
+                if self.chose_blocks:
+                    raise
                 own_args, own_kwargs = in_own_containers(model, (args, kwargs))
                 answers = data_dependent_values(
                     model, lambda: model.forward(*own_args, **own_kwargs))
@@ -162,11 +194,18 @@ class GraphPlanner:
         if self._parallel is None and wrapping_data_parallel() is not None:
             # DDP's buckets, in addition to the gradients.
             held_bytes += sum(p.nbytes for p in model.parameters() if p.requires_grad)
-        self._code = self._step.code
+        self._code = self._kept_code = self._step.code
+        self._kept_regions = planning.regions
+        self._has_captured = True
         self._step = with_held(self._step.without_recording(), held_bytes)
         self._tensors, self._inputs = tensor_keys(model), describe_inputs(args, kwargs)
         check_same_model(model, self._tensors, group_of(model))
         self._signature = signature_of(model, args, kwargs)
+
+    def _may_be_by_blocks(self, planning: Planning) -> bool:
+        return (planning.regions is None and self.is_alone and not self._is_whole
+                and self._symbolic is None and planning.backend == "eager"
+                and planning.budget_of == "allocated" and not planning.chunks and not self._early)
 
     def _probe_headroom(self, model: nn.Module) -> ProbeHeadroom | None:
         """Memory that the budget leaves to probing of ops."""
@@ -184,7 +223,8 @@ class GraphPlanner:
             found = alive()
             return batches_bytes + (0 if found is None else held_bytes(found, stepping()))
 
-        return ProbeHeadroom(limit, held, resident_bytes)
+        return ProbeHeadroom(limit, held, resident_bytes,
+                             self._step.baseline.peak_bytes if self._has_captured else None)
 
     @property
     def is_percentage(self) -> bool:
@@ -262,8 +302,19 @@ class GraphPlanner:
 
     @property
     def graph_outputs(self) -> tuple[ModelOutput, ...]:
-        """Outputs of the model in the captured graph."""
-        return self._step.graph.outputs
+        """Outputs of the model in the captured graph; where that is by blocks, in one of the whole
+        model that returns them in their order."""
+        found = self._step.graph.outputs
+        return found if not self.chose_blocks else tuple(
+            replace(each, region=0, places=each.tensors) for each in found)
+
+    @property
+    def cotangents(self) -> tuple[bool, ...]:
+        """For each differentiable output of this graph, true if a gradient flows into it."""
+        if not self.chose_blocks:
+            return self._step.graph.regions[0].cotangents
+        return tuple(gradient.flows for gradient, is_differentiable in zip(
+            self._step.outputs, self._step.differentiable, strict=True) if is_differentiable)
 
     @property
     def workspace(self) -> Workspace:
@@ -284,9 +335,9 @@ class GraphPlanner:
         planning = self._planning
         return (self.is_alone and not self.has_control_flow and not self._early
                 and planning.backend == "eager" and planning.budget_of == "allocated"
-                and not planning.chunks and len(self._step.graph.regions) == 1
-                and not self._step.graph.regions[0].block
-                and not any(op.target == "uncaptured code" for op in self._step.graph.ops))
+                and not planning.chunks and (self.chose_blocks or (
+                    len(self._step.graph.regions) == 1 and not self._step.graph.regions[0].block
+                    and not any(op.target == "uncaptured code" for op in self._step.graph.ops))))
 
     @property
     def own_tensors(self) -> list[torch.Tensor]:

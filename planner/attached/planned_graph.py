@@ -11,7 +11,7 @@ from torch import nn
 
 from planner._apply.blocks import Code, PlannedBlocks, code_of
 from planner._apply.call_signature import Call
-from planner._apply.planned_code import PlannedCode
+from planner._apply.planned_code import PlannedCode, is_exchangeable
 from planner._apply.symbolic_code import SymbolicCode
 from planner._graph_capture.plain_step.loss import Until
 from planner._graph_capture.plain_step.observed_loss import ObservedLoss, UnmeasuredLoss
@@ -70,11 +70,15 @@ class PlannedGraph:
         """Run under this plan from now on."""
         earlier = getattr(self, "code", None)
         self.plan, self.plain_bytes = plan, plan.baseline_peak_bytes
-        if isinstance(earlier, PlannedCode) and earlier.exchange(plan.sized_spec):
+        if isinstance(earlier, PlannedCode | PlannedBlocks) and earlier.exchange(plan.sized_spec):
             return
         self.code = code = code_of(module, plan.sized_spec)
-        if isinstance(code, PlannedCode):
-            code.make_exchangeable(None if self.planner is None else self.planner.take_code())
+        if isinstance(code, PlannedCode | PlannedBlocks) and is_exchangeable(plan.spec):
+            kept = None if self.planner is None else self.planner.take_code()
+            if isinstance(code, PlannedCode):
+                code.make_exchangeable(kept, module)
+            elif self.planner is not None and self.planner.is_alone:
+                code.make_exchangeable(kept)
         if isinstance(code, PlannedBlocks):
             code.fall_back(with_least_memory, may_vary=self.may_skip)
         else:

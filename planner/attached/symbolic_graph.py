@@ -57,7 +57,8 @@ class SymbolicGraph(PlannedGraph):
                 return input_tensors(module, args, kwargs)
 
         self.tensors_of = tensors_of
-        self.code = SymbolicCode(module, fixed.plan.spec.regions[0].cotangents, tensors_of)
+        self.code = SymbolicCode(module, fixed.planner.cotangents, tensors_of,
+                                 returns_in_order=fixed.planner.chose_blocks)
 
     def may_serve(self, call: Call) -> bool:
         """It is asked for by other means."""

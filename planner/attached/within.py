@@ -54,9 +54,10 @@ def within(model: M, budget: int | str | None = None, *, budget_gb: float | None
     Args:
         model: an `nn.Module`, or a wrapper of torch's or accelerate's around one.
         budget, budget_gb: as for `planner.plan`; a percentage is of the peak of the plain step.
-        regions: as for `planner.plan`; `None`: the whole model, or, where it is wrapped by
-            DistributedDataParallel or fully_shard, its repeated blocks, so that communication
-            overlaps with the backward.
+        regions: as for `planner.plan`; `None`: the whole model, or its repeated blocks: where 24 or
+            more of them are equal, so that the first step takes less time, and where the model is
+            wrapped by DistributedDataParallel or fully_shard, so that communication overlaps with
+            the backward.
         parallel: as for `planner.plan`; `None`: what the wrappers of the model tell.
         on_new: what a step that no plan serves does: `"replan"`: it is planned; `"refuse"`: it
             raises `PlanMismatch`.
