@@ -70,6 +70,7 @@ class CapturedGraphs:
                        if captures_rest or not blocks else None)
         self.call = model
         """The model; inside `installed` it or its blocks are compiled."""
+        self._is_installed = False
 
     @property
     def running(self) -> str:
@@ -86,7 +87,11 @@ class CapturedGraphs:
                 stack.enter_context(self._blocks.installed())
                 if self._whole is not None:
                     stack.enter_context(self._blocks.unseen())
-            yield
+            self._is_installed = True
+            try:
+                yield
+            finally:
+                self._is_installed = False
 
     def compile_with(self, code_of: Callable[[str], GraphCode]) -> None:
         """From here on each block (the whole model is "") runs the graphs as its code's backend
@@ -111,6 +116,8 @@ class CapturedGraphs:
             first = code.compiled[number] = code.backend(module, inputs)
 
         def call(*args: Any) -> Any:
+            if not self._is_installed:  # torch runs it for others
+                return module(*args)
             block = self.running
             if block not in graph.inputs_of:
                 # Keep no activation alive.

@@ -99,7 +99,8 @@ class TracedCode:
     def recorded(self, backend: Callable[..., Any], follow: Callable[[TracedGraph], None]
                  ) -> Iterator[None]:
         """Context in which it is compiled by `backend`, and its graphs run what `follow` gives
-        them; then they run again what they ran before."""
+        them; then they run again what they ran before, and new ones as they are written: torch may
+        run this code for others, who have compiled theirs too often."""
         before = self.backend, [
             (graph, graph.run, None if graph.region is None else graph.region.forward)
             for graph in self.graphs]
@@ -110,7 +111,7 @@ class TracedCode:
             yield
         finally:
             for graph in self.graphs:
-                graph.run = _run_by_nobody
+                graph.run = graph.module if graph.has_values else _run_by_nobody
             self.backend, runs = before
             for graph, run, forward in runs:
                 graph.run = run
