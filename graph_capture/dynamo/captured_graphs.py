@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from planner._graph_capture.dynamo.traced_code import TracedCode
+from planner._graph_capture.dynamo.traced_code import TracedCode, as_written
 from planner._graph_capture.module_forward import (
     in_place_of_forward,
     in_place_of_forwards,
@@ -115,9 +115,11 @@ class CapturedGraphs:
         with graph.joint.record():
             first = code.compiled[number] = code.backend(module, inputs)
 
+        written = as_written(module)
+
         def call(*args: Any) -> Any:
-            if not self._is_installed:  # torch runs it for others
-                return module(*args)
+            if not self._is_installed:
+                return written(*args)
             block = self.running
             if block not in graph.inputs_of:
                 # Keep no activation alive.
@@ -126,7 +128,7 @@ class CapturedGraphs:
             return self._chosen.get((number, block), first)(*args)
 
         self._calls.append(call)
-        return weakly(call)
+        return weakly(call, written)
 
 
 DynamoBackend = Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]

@@ -32,7 +32,7 @@ from planner._graph_capture.dynamo.stub_graphs import (
     stub_forward,
     stub_graphs_of,
 )
-from planner._graph_capture.dynamo.traced_code import TracedCode, TracedGraph
+from planner._graph_capture.dynamo.traced_code import TracedCode, TracedGraph, as_written
 from planner._graph_capture.dynamo.uncaptured import GapTracker, UncapturedCode
 from planner._graph_capture.errors import CaptureError, DataDependentValue
 from planner._graph_capture.fake_copies.data_dependent_values import data_dependent_value
@@ -343,7 +343,7 @@ class _Recorder:
         graph = TracedGraph(region, module, self.running_block(), branches, compiled)
         self.follow(graph)
         self.graphs.append(graph)
-        return weakly(graph)
+        return weakly(graph, as_written(module))
 
     def follow(self, graph: TracedGraph) -> None:
         """Record the runs of a graph."""

@@ -26,8 +26,23 @@ if TYPE_CHECKING:
     from planner._graph_capture.dynamo.record import RecordedRegion
 
 
+def as_written(module: fx.GraphModule) -> Callable[..., Any]:
+    """What runs a captured graph for those who have no plan."""
+    return module if _has_values(module) else _run_by_nobody
+
+
 def _run_by_nobody(*args: Any) -> Any:
-    raise CaptureError("code that was compiled to record a step is called without a plan")
+    raise CaptureError("code that was compiled to record a step, and whose constants have no "
+                       "values, is called without a plan")
+
+
+def _has_values(module: fx.GraphModule) -> bool:
+    """True if the constants of a graph have their values."""
+    constants = [getattr(module, str(node.target), None)
+                 for node in module.graph.find_nodes(op="get_attr")]
+    return not any(isinstance(each, torch.Tensor)
+                   and (isinstance(each, FakeTensor) or is_storage_less(each))
+                   for each in constants)
 
 
 @dataclass(eq=False)
@@ -52,17 +67,10 @@ class TracedGraph:
         return self.run(*args)
 
     @property
-    def _constants(self) -> Iterator[object]:
-        for module in (self.module, *(() if self.region is None else (self.region.joint,))):
-            for node in module.graph.find_nodes(op="get_attr"):
-                yield getattr(module, str(node.target), None)
-
-    @property
     def has_values(self) -> bool:
         """True if its constants have their values."""
-        return not any(isinstance(each, torch.Tensor)
-                       and (isinstance(each, FakeTensor) or is_storage_less(each))
-                       for each in self._constants)
+        return _has_values(self.module) and (
+            self.region is None or _has_values(self.region.joint))
 
 
 class TracedCode:
@@ -111,7 +119,7 @@ class TracedCode:
             yield
         finally:
             for graph in self.graphs:
-                graph.run = graph.module if graph.has_values else _run_by_nobody
+                graph.run = as_written(graph.module)
             self.backend, runs = before
             for graph, run, forward in runs:
                 graph.run = run

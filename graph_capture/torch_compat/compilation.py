@@ -259,14 +259,14 @@ def compile_forward(name: str, backend: Callable[..., Any], *, dynamic: bool | N
     torch made of it for others before.  `dynamic`: `None` for dimensions that are marked as
     symbolic; by default all sizes are fixed.
     """
+    _forget_what_is_gone()
     _compile_again()
     code = call_forward.__code__.replace(co_name=f"_call_{name}")
     function = types.FunctionType(code, call_forward.__globals__)
     weakref.finalize(function, reset_code, code).atexit = False
-    if not isinstance(backend, str | types.FunctionType | types.MethodType):
-        owner, backend = backend, _referred_to(backend)
-        weakref.finalize(owner, _forget, backend).atexit = False
-    return torch.compile(function, backend=backend, dynamic=dynamic)
+    is_object = not isinstance(backend, str | types.FunctionType | types.MethodType)
+    return torch.compile(
+        function, backend=_referred_to(backend) if is_object else backend, dynamic=dynamic)
 
 
 def _compile_again() -> None:
@@ -279,15 +279,22 @@ def _compile_again() -> None:
                 code, FrameExecStrategy(FrameAction.DEFAULT, FrameAction.DEFAULT))
 
 
-def _forget(backend: Callable[..., Any]) -> None:
-    """Drop all code of the user's that torch compiled with this backend.  Where torch has compiled
-    code as often as the settings allow, it would run that for any other backend."""
+def _forget_what_is_gone() -> None:
+    """Drop what torch compiled of the user's code with backends that are gone: it counts against
+    the limits on recompiles of that code."""
+    gone = []
     for reference in list(input_codes.seen):
         code = reference()
         if code is not None and any(
-                getattr(entry.backend, "compiler_fn", entry.backend) is backend
-                for entry in _debug_get_cache_entry_list(code)):
-            reset_code(code)
+                getattr(getattr(entry.backend, "compiler_fn", entry.backend), "owner", _alive)()
+                is None for entry in _debug_get_cache_entry_list(code)):
+            gone.append(code)
+    for code in gone:
+        reset_code(code)
+
+
+def _alive() -> bool:
+    return True
 
 
 def _referred_to(backend: Callable[..., Any]) -> Callable[..., Any]:
@@ -299,18 +306,19 @@ def _referred_to(backend: Callable[..., Any]) -> Callable[..., Any]:
         compiled: Callable[..., Any] = found(module, inputs)
         return compiled
 
+    compile_graph.owner = reference  # type: ignore[attr-defined]
     return compile_graph
 
 
-def weakly(call: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that torch calls in place of `call`, with a weak reference to it: torch keeps
-    compiled code of user functions with graph breaks after the model is freed."""
+def weakly(call: Callable[..., Any], as_written: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that torch calls in place of `call`, with a weak reference to it, and which calls
+    `as_written` when that is gone.  torch keeps compiled code of user functions with graph breaks
+    after the model is freed, and runs it for any backend once it has compiled such a function as
+    often as the settings allow."""
     reference = weakref.ref(call)
 
     def run(*args: Any) -> Any:
-        found = reference()
-        assert found is not None
-        return found(*args)
+        return (reference() or as_written)(*args)
 
     return torch.compiler.disable(run)
 

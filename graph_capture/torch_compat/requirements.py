@@ -33,6 +33,7 @@ REQUIRED: dict[str, tuple[str, ...]] = {
         *_of("torch._dynamo.config", "accumulated_recompile_limit", "allow_empty_graphs",
              "allow_rnn", "automatic_dynamic_shapes", "ignore_logging_functions", "optimize_ddp",
              "patch", "recompile_limit", "skip_nnmodule_hook_guards", "suppress_errors"),
+        "torch._dynamo.eval_frame._debug_get_cache_entry_list(code)",
         "torch._dynamo.eval_frame.reset_code(code)",
         "torch._dynamo.eval_frame.set_code_exec_strategy(code, strategy)",
         *_of("torch._dynamo.exc", "BackendCompilerFailed", "TorchDynamoException"),
