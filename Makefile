@@ -11,7 +11,7 @@ STAMP := $(VENV)/.installed
 PIP := -m pip install --quiet --disable-pip-version-check
 # A test that hangs fails after 15 minutes, with the stack of each thread.
 HANGS := -o faulthandler_timeout=900 -o faulthandler_exit_on_timeout=true
-PYTEST := -m pytest -n 2 --dist worksteal $(HANGS)
+PYTEST := -m pytest -n 2 --dist worksteal --durations=25 --durations-min=5 $(HANGS)
 TORCH ?= 2.15.0
 OTHER ?= .venv-torch-$(TORCH)
 MARKED ?= slow or not slow
