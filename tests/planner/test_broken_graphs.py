@@ -65,7 +65,8 @@ def in_place(model, **options):
     return model
 
 
-@pytest.mark.parametrize("compile_model", [compiled, in_place])
+@pytest.mark.parametrize("compile_model", [
+    compiled, pytest.param(in_place, marks=pytest.mark.slow)])
 def test_one_budget_holds_for_all_graphs_and_from_the_first_step_on(compile_model, caplog):
     plain = InTwo()
     expected, plain_peaks = losses_and_peaks(copy.deepcopy(plain))
@@ -90,6 +91,7 @@ def test_a_percentage_is_of_the_whole_step():
         0.7 * whole.baseline_peak_bytes, rel=0.02)
 
 
+@pytest.mark.slow
 def test_a_budget_that_cannot_be_met_is_refused_for_the_whole_step():
     model = compiled(InTwo(), budget=900_000)
     with pytest.raises(planner.InfeasibleBudget) as refusal:

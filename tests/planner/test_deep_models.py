@@ -136,6 +136,7 @@ class OtherOrder(Classifier):
         return {"logits": found["logits"], "again": found["logits"], "loss": found["loss"]}
 
 
+@pytest.mark.slow
 def test_a_graph_of_other_outputs_is_not_taken():
     torch.manual_seed(0)
     plain = OtherOrder(3, 32, 64, dropout=0.2)

@@ -163,6 +163,7 @@ def test_an_output_without_a_backward_is_freed_with_what_it_saves(dynamic):
         gc.enable()
 
 
+@pytest.mark.slow
 def test_a_pending_call_ends_under_the_schedule_that_it_began_under():
     plain = Wide().eval()
     model = planner.within(copy.deepcopy(plain), "80%")

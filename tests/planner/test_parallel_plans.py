@@ -33,8 +33,8 @@ def plan_of(case, parallel, budget="80%", **arguments):
                         parallel=parallel, time_limit=2, **arguments)
 
 
-@pytest.mark.parametrize("kind", ["ddp", "fsdp2", *(
-    pytest.param(kind, marks=pytest.mark.slow) for kind in RANKS if kind not in ("ddp", "fsdp2"))])
+@pytest.mark.parametrize("kind", ["ddp", *(
+    pytest.param(kind, marks=pytest.mark.slow) for kind in RANKS if kind != "ddp")])
 def test_three_accounts_of_a_rank_agree(case, kind):
     """The plan's, the report's (traced hooks) and the loop's (composed of parts)."""
     parallel = RANKS[kind]
@@ -74,7 +74,7 @@ def test_what_a_rank_holds_falls_with_the_ranks(case):
     assert peaks == sorted(peaks, reverse=True) and peaks[0] > 3 * peaks[-1]
 
 
-@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
+@pytest.mark.parametrize("kind", ["ddp", pytest.param("fsdp2", marks=pytest.mark.slow)])
 def test_a_plan_of_one_device_on_ranks(case, kind):
     plan = planner.plan(case.model, case.inputs, budget="70%", regions="blocks", time_limit=2)
     found = planner.data_parallel(case.model, case.inputs, parallel=RANKS[kind],
@@ -87,7 +87,7 @@ def test_a_plan_of_one_device_on_ranks(case, kind):
                               parallel=RANKS[kind], plan=plan)
 
 
-@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
+@pytest.mark.parametrize("kind", [pytest.param("ddp", marks=pytest.mark.slow), "fsdp2"])
 def test_the_head_of_a_rank_runs_in_chunks(kind):
     """It stands outside of the blocks, and is planned all the same."""
     wide = gpt2(layers=2, batch=4, seq=64, width=32, vocab=8192)

@@ -81,6 +81,7 @@ def test_a_refusal_speaks_in_percent_where_it_was_asked_so() -> None:
     assert in_bytes.value.minimum_bytes == refusal.minimum_bytes
 
 
+@pytest.mark.slow
 def test_a_step_that_does_not_fit_is_refused_in_percent_too() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(*[nn.Sequential(nn.Linear(32, 32), nn.GELU()) for _ in range(3)])

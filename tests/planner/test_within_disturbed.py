@@ -49,7 +49,9 @@ def trained(net: nn.Module, call: Call) -> tuple[list[float], list[torch.Tensor]
 
 
 @pytest.mark.filterwarnings("ignore:saved-tensor hooks", "ignore:Anomaly Detection")
-@pytest.mark.parametrize("call", [under_anomaly_mode, under_a_checkpoint, with_another_planned])
+@pytest.mark.parametrize("call", [
+    under_anomaly_mode, under_a_checkpoint,
+    pytest.param(with_another_planned, marks=pytest.mark.slow)])
 def test_a_step_that_is_disturbed_is_planned(call, monkeypatch):
     # As in a process that has planned nothing yet.
     monkeypatch.setattr("planner._graph_capture.torch_compat.memory.GradientSums._alone", None)

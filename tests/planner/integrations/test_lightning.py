@@ -103,6 +103,7 @@ def train(loop: MeasuredLoop, budget: int | None, precision: str = "32-true") ->
     loop.run(partial(fit, loop.model, loader(), loader(8)))
 
 
+@pytest.mark.slow
 def test_accumulation_clipping_and_validation(caplog):
     with caplog.at_level(logging.INFO, "planner"):
         trial = Trial.of(Lit, train)
