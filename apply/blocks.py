@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -98,18 +98,13 @@ class PlannedBlocks:
         return all(code.exchange(spec, each.regions)
                    for code, each in zip(self._codes, shared, strict=True))
 
-    def _by_class(self, spec: RewriteSpec) -> list[SharedCode]:
+    def _by_class(self, spec: RewriteSpec) -> tuple[SharedCode, ...]:
         """Group blocks that torch may compile once."""
-        regions: dict[str, list[int]] = {}
-        for index, region in enumerate(spec.regions):
-            regions.setdefault(region.block, []).append(index)
-        alike: dict[tuple[object, ...], list[str]] = {}
-        for name in regions:
+        def kind(name: str, regions: Sequence[int]) -> tuple[object, ...]:
             block = self._model.get_submodule(name)
-            alike.setdefault((bool(name), type(block), hooks_within(block)), []).append(name)
-        return [SharedCode((), tuple(names), tuple(index for name in names
-                                                   for index in regions[name]))
-                for names in alike.values()]
+            return bool(name), type(block), hooks_within(block)
+
+        return shared_code(spec, kind)
 
     def fall_back(self, fallback: Fallback, *, may_vary: bool = False) -> None:
         """As `PlannedCode.fall_back`; a block that is not the plan's, where others have run, runs
@@ -279,22 +274,25 @@ _NO_BLOCK = ("no block of the plan ran in this step, which ran as it is written:
 class SharedCode:
     """Blocks that run the same compiled code."""
 
-    decisions: tuple[object, ...]
-    """For each region of a block, all that the code depends on except the captured graph."""
+    kind: tuple[object, ...]
+    """What these blocks have in common."""
     blocks: tuple[str, ...]
     regions: tuple[int, ...]
     """Regions of the first block, then those of the next."""
 
 
-def shared_code(spec: RewriteSpec) -> tuple[SharedCode, ...]:
-    """Group the blocks of a rewrite spec by their decisions (the whole model is one, called "")."""
+def shared_code(spec: RewriteSpec,
+                kind: Callable[[str, Sequence[int]], tuple[object, ...]] | None = None
+                ) -> tuple[SharedCode, ...]:
+    """Group the blocks of a rewrite spec (the whole model is one, called "") by `kind`, a function
+    of a block's name and regions; by default by their decisions."""
     regions: dict[str, list[int]] = {}
     for index, region in enumerate(spec.regions):
         regions.setdefault(region.block, []).append(index)
     alike: dict[tuple[object, ...], list[str]] = {}
     for name, indices in regions.items():
-        alike.setdefault(decisions_of(spec, indices),
+        alike.setdefault(kind(name, indices) if kind else decisions_of(spec, indices),
                          []).append(name)
-    return tuple(SharedCode(decisions, tuple(blocks),
+    return tuple(SharedCode(common, tuple(blocks),
                             tuple(index for name in blocks for index in regions[name]))
-                 for decisions, blocks in alike.items())
+                 for common, blocks in alike.items())

@@ -12,7 +12,6 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
@@ -66,8 +65,7 @@ class CapturedGraphs:
         self._code = TracedCode()
         self._code.backend = self.repeated
         self._blocks = BlockCalls(model, blocks, self._code) if blocks else None
-        self._whole = (partial(self._code.function_of(model), model, own_forward(model))
-                       if captures_rest or not blocks else None)
+        self._whole = self._code.forward_of(model) if captures_rest or not blocks else None
         self.call = model
         """The model; inside `installed` it or its blocks are compiled."""
         self._is_installed = False

@@ -12,7 +12,6 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
@@ -43,7 +42,7 @@ from planner._graph_capture.joint_graph.joint import primals_of
 from planner._graph_capture.joint_graph.naming import name_modules, names_in_model
 from planner._graph_capture.joint_graph.pipeline import LoweredGraphs
 from planner._graph_capture.memory.tracker import Workspace
-from planner._graph_capture.module_forward import in_place_of_forward, own_forward
+from planner._graph_capture.module_forward import in_place_of_forward
 from planner._graph_capture.plain_step.loss import LossFn, objective
 from planner._graph_capture.rank import Wrapper
 from planner._graph_capture.torch_compat import (
@@ -224,14 +223,12 @@ def _compiled(fake_copy: FakeCopy, blocks: Sequence[str], recorder: _Recorder, k
     code = recorder.code = code or TracedCode()
     recorder.graphs = code.graphs
     if not blocks:
-        return (fake_copy.callee, in_place_of_forward(model, partial(
-            code.function_of(model), model, own_forward(model))), repeated)
+        return fake_copy.callee, in_place_of_forward(model, code.forward_of(model)), repeated
     calls = BlockCalls(model, blocks, code)
     recorder.running_block = lambda: calls.running
     if not captures_rest:
         return model, calls.installed(), repeated
-    return model, _with_rest(model, calls, partial(
-        code.function_of(model), model, own_forward(model))), repeated
+    return model, _with_rest(model, calls, code.forward_of(model)), repeated
 
 
 @contextmanager

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,6 +20,7 @@ from torch import fx, nn
 
 from planner._graph_capture.errors import CaptureError
 from planner._graph_capture.fake_copies.storage_less import is_storage_less
+from planner._graph_capture.module_forward import own_forward
 from planner._graph_capture.module_hooks import hooks_within
 from planner._graph_capture.torch_compat import Branch, FakeTensor, compile_forward
 
@@ -91,6 +93,10 @@ class TracedCode:
         if kind not in self._functions:
             self._functions[kind] = compile_forward(type(module).__name__, self)
         return self._functions[kind]
+
+    def forward_of(self, model: nn.Module) -> Callable[..., Any]:
+        """The compiled forward of a whole model, to be called as the model's own."""
+        return partial(self.function_of(model), model, own_forward(model))
 
     def functions_of(self, module: nn.Module) -> dict[tuple[bool, ...], Callable[..., Any]]:
         """What there is for this module, by which of its parameters are trained."""

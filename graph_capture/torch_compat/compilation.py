@@ -259,7 +259,6 @@ def compile_forward(name: str, backend: Callable[..., Any], *, dynamic: bool | N
     torch made of it for others before.  `dynamic`: `None` for dimensions that are marked as
     symbolic; by default all sizes are fixed.
     """
-    _forget_what_is_gone()
     _compile_again()
     code = call_forward.__code__.replace(co_name=f"_call_{name}")
     function = types.FunctionType(code, call_forward.__globals__)
@@ -272,29 +271,21 @@ def compile_forward(name: str, backend: Callable[..., Any], *, dynamic: bool | N
 def _compile_again() -> None:
     """Let torch compile code again on which it has given up, whoever ran it: because it was
     compiled as often as the settings allow, or because a graph broke in a loop of it.  The code of
-    `nn.Sequential` is such a loop, shared by all models."""
+    `nn.Sequential` is such a loop, shared by all models.  What was compiled with backends that are
+    gone is dropped: it counts against these limits."""
     for reference in list(input_codes.seen):  # all code that torch ever examined
-        if (code := reference()) is not None:
+        if (code := reference()) is None:
+            continue
+        if any(_is_gone(entry.backend) for entry in _debug_get_cache_entry_list(code)):
+            reset_code(code)
+        else:
             set_code_exec_strategy(
                 code, FrameExecStrategy(FrameAction.DEFAULT, FrameAction.DEFAULT))
 
 
-def _forget_what_is_gone() -> None:
-    """Drop what torch compiled of the user's code with backends that are gone: it counts against
-    the limits on recompiles of that code."""
-    gone = []
-    for reference in list(input_codes.seen):
-        code = reference()
-        if code is not None and any(
-                getattr(getattr(entry.backend, "compiler_fn", entry.backend), "owner", _alive)()
-                is None for entry in _debug_get_cache_entry_list(code)):
-            gone.append(code)
-    for code in gone:
-        reset_code(code)
-
-
-def _alive() -> bool:
-    return True
+def _is_gone(backend: Any) -> bool:
+    owner = getattr(getattr(backend, "compiler_fn", backend), "owner", None)
+    return isinstance(owner, weakref.ref) and owner() is None
 
 
 def _referred_to(backend: Callable[..., Any]) -> Callable[..., Any]:

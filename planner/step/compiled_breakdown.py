@@ -125,7 +125,7 @@ class CompiledBreakdown:
         for shared in _shared_code(spec):
             found = self._generated[_decided(shared, spec)]
             memory = found.backend.memory_of_code()
-            count = len(shared.decisions)
+            count = len(shared.regions) // len(shared.blocks)
             for position, index in enumerate(shared.regions):
                 # Of equal regions, use the one that code was generated for.
                 code = next((memory[i] for i in found.shared.regions[position % count::count]
@@ -144,7 +144,7 @@ class CompiledBreakdown:
 
 
 def _decided(shared: SharedCode, spec: RewriteSpec) -> _Decided:
-    return _Decided(shared.decisions, spec.kernel_order, spec.low_memory_codegen)
+    return _Decided(shared.kind, spec.kernel_order, spec.low_memory_codegen)
 
 
 def _shared_code(spec: RewriteSpec) -> tuple[SharedCode, ...]:
