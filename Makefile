@@ -39,7 +39,7 @@ compat: $(OTHER)
 
 # Installs nothing, for what has CUDA is there; each of the two ends within 9 minutes.
 cuda:
-	PYTHONPATH="$(CURDIR)" timeout 540 $(PYTHON) -m pytest -q -m cuda tests/cuda
+	PYTHONPATH="$(CURDIR)" timeout 540 $(PYTHON) -m pytest -q -p no:benchmark -m cuda tests/cuda
 	PYTHONPATH="$(CURDIR)" timeout 540 $(PYTHON) -m benchmarks.cuda
 
 docs: $(STAMP)

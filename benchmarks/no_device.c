@@ -130,20 +130,28 @@ CUresult cuGetErrorString(CUresult error, const char **text) {
   return CUDA_SUCCESS;
 }
 
-static CUresult reserve(CUdeviceptr *address, size_t size, size_t alignment, CUdeviceptr wish,
+CUresult cuMemAddressReserve(CUdeviceptr *address, size_t size, size_t alignment, CUdeviceptr wish,
                         unsigned long long flags) {
   *address = take(size);
   return CUDA_SUCCESS;
 }
-static CUresult create(CUmemGenericAllocationHandle *handle, size_t size,
+CUresult cuMemCreate(CUmemGenericAllocationHandle *handle, size_t size,
                        const CUmemAllocationProp *how, unsigned long long flags) {
   static unsigned long long number = 0;
   *handle = ++number;
   return CUDA_SUCCESS;
 }
-static CUresult granularity(size_t *size, const CUmemAllocationProp *how,
+CUresult cuMemGetAllocationGranularity(size_t *size, const CUmemAllocationProp *how,
                             CUmemAllocationGranularity_flags option) {
   *size = STEP;
+  return CUDA_SUCCESS;
+}
+CUresult cuMemMap(CUdeviceptr address, size_t size, size_t offset,
+                  CUmemGenericAllocationHandle handle, unsigned long long flags) {
+  return CUDA_SUCCESS;
+}
+CUresult cuMemSetAccess(CUdeviceptr address, size_t size, const CUmemAccessDesc *how,
+                        size_t count) {
   return CUDA_SUCCESS;
 }
 static CUresult done(void) { return CUDA_SUCCESS; }
@@ -152,8 +160,8 @@ cudaError_t cudaGetDriverEntryPointByVersion(const char *symbol, void **found, u
                                              unsigned long long flags,
                                              enum cudaDriverEntryPointQueryResult *status) {
   static const struct { const char *name; void *function; } known[] = {
-      {"cuMemAddressReserve", reserve},        {"cuMemCreate", create},
-      {"cuMemGetAllocationGranularity", granularity},
+      {"cuMemAddressReserve", cuMemAddressReserve}, {"cuMemCreate", cuMemCreate},
+      {"cuMemGetAllocationGranularity", cuMemGetAllocationGranularity},
       {"cuDeviceGet", cuDeviceGet},            {"cuDeviceGetAttribute", cuDeviceGetAttribute},
       {"cuCtxGetCurrent", cuCtxGetCurrent},
       {"cuDevicePrimaryCtxGetState", cuDevicePrimaryCtxGetState}};

@@ -31,7 +31,10 @@ from planner._graph_capture.fake_copies.failures import failure
 from planner._graph_capture.fake_copies.fake import FakeCopy, device_planned_for, make_fake_copy
 from planner._graph_capture.fake_copies.input_values import assumptions, inputs_without_values
 from planner._graph_capture.fake_copies.skipped_blocks import skipped_blocks
-from planner._graph_capture.fake_copies.storage_less import storage_less_copy
+from planner._graph_capture.fake_copies.storage_less import (
+    may_be_storage_less,
+    storage_less_copy,
+)
 from planner._graph_capture.garbage import fewer_collections
 from planner._graph_capture.inductor.compiled_step import CompiledTracer, check_compiler
 from planner._graph_capture.inductor.fused_costs import FusedCosts
@@ -324,7 +327,7 @@ def capture_step(
         # tensors.
         traced, traced_loss = fake_copy, fake_loss
         if (blocks or answers is not None or fake_copy.has_subclasses or keeps_code) and (
-                fake_copy.trace_device.type == "cpu"):
+                may_be_storage_less(fake_copy)):
             traced = storage_less_copy(fake_copy, extra=(fake_loss,))
             traced_loss = traced.extra[-1]
         found = traced, traced_loss, *record_training_step(

@@ -136,7 +136,7 @@ class StubResults:
         if isinstance(self._mode, StorageLessMode):
             with no_active_modes():
                 return storage_less_tensor(
-                    like, storage_less_storage(like.untyped_storage().nbytes()))
+                    like, storage_less_storage(like.untyped_storage().nbytes(), self._device))
         with self._mode:
             return torch.empty_strided(
                 like.shape, like.stride(), dtype=like.dtype, device=self._device)

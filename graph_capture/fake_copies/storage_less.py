@@ -1,7 +1,8 @@
 """Plain tensors without memory, for code and autograd that treat fake tensors differently.
 
 The model of the world: to the model's Python code and to autograd a storage-less tensor is an
-ordinary `torch.Tensor`.  Only its storage points to a shared page of zeros, and a dispatch mode
+ordinary `torch.Tensor`, on the CPU or on a GPU that is present.  Only its storage points to a
+shared page of zeros (`graph_capture.fake_copies.zeros`), and a dispatch mode
 answers each op with another storage-less tensor of the shape that a fake tensor would have.  Small
 integer tensors of the inputs keep their values, and ops on known values run, so that code may read
 masks and positions as in a real step. (transformers, for one, drops a mask of ones unless it sees a
@@ -14,18 +15,17 @@ that reads memory without the dispatcher reads zeros.
 from __future__ import annotations
 
 import contextlib
-import mmap
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
 from planner._graph_capture.errors import CaptureError, DataDependentValue
 from planner._graph_capture.fake_copies.fake import FakeCopier, FakeCopy, fake_copy_by
+from planner._graph_capture.fake_copies.zeros import has_zeros, zeros_on
 from planner._graph_capture.memory.sparse import MAKE_SPARSE, is_sparse, leaves_of, run_sparse
 from planner._graph_capture.torch_compat import (
     KNOWN_BYTES,
@@ -110,20 +110,32 @@ class UnknownValue(DataDependentValue):
     """Code asked for a value that a trace without memory cannot know."""
 
 
+_CPU = torch.device("cpu")
+
+
+def may_be_storage_less(fake_copy: FakeCopy) -> bool:
+    """True if `storage_less_copy` works on the device that the fake copy is traced on."""
+    device = fake_copy.trace_device
+    return device.type in ("cpu", "cuda") and has_zeros(device)
+
+
 def storage_less_copy(fake_copy: FakeCopy, extra: tuple[Any, ...] = (), *,
-                      unknown_is_zero: bool = False) -> FakeCopy:
-    """A copy of a fake copy with storage-less tensors on the CPU in place of fake tensors.
+                      unknown_is_zero: bool = False, device: torch.device | None = None
+                      ) -> FakeCopy:
+    """A copy of a fake copy with storage-less tensors in place of fake tensors.
 
     `extra`: further objects that refer to the fake copy's tensors; their copies come last in the
     result's `extra`.  Integer inputs and buffers have the values of the originals of `fake_copy` if
     those are still alive.  `unknown_is_zero`: code that asks for an unknown value gets 0 instead of
-    an error.
+    an error.  `device`: that of the copy, by default the one that the fake copy is traced on.
     """
+    device = device or fake_copy.trace_device
     # The number of rows of a sparse gradient depends on values, which are then not assumed.
     is_sparse = any(getattr(module, "sparse", False) is True
                     for module in fake_copy.model.modules())
     copier = StorageLessCopier({id(fake): original for original, fake in fake_copy.fake_of.items()},
-                               unknown_is_zero=unknown_is_zero, planned=fake_copy.device,
+                               device, unknown_is_zero=unknown_is_zero,
+                               planned=None if device.type == "cuda" else fake_copy.device,
                                assumes_values=not is_sparse)
     made = fake_copy_by(
         copier,
@@ -148,7 +160,8 @@ class StorageLessMode(TorchDispatchMode):
 
     def __init__(self, *, unknown_is_zero: bool = False, planned: torch.device | None = None
                  ) -> None:
-        """`planned`: the device whose kernels answer; `None`: that of the operands."""
+        """`planned`: the device whose kernels answer, while results are on the CPU; `None`: the
+        results' own."""
         super().__init__()
         self._planned = planned
         self.told_values = False
@@ -202,7 +215,7 @@ class StorageLessMode(TorchDispatchMode):
             return func(*args, **kwargs)  # touches no data
         leaves = leaves_of((args, kwargs))
         if func is MAKE_SPARSE or any(map(is_sparse, leaves)):
-            return run_sparse(func, args, dict(kwargs), self._known, _without_data)
+            return run_sparse(func, args, dict(kwargs), self._known, self._without_data)
         known = not self._nothing_is_known and all(
             self._known(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor))
         if func in VALUE_OPS:
@@ -214,7 +227,7 @@ class StorageLessMode(TorchDispatchMode):
             self.told_values |= known
             return func(*args, **kwargs)
         if self._answers is not None and makes_size_by_values(func, args):
-            return pytree.tree_map(_without_data, self._answer_of(func, args))
+            return pytree.tree_map(self._without_data, self._answer_of(func, args))
         if self._answers is not None and assigns_by_mask(func, args):
             self._note_selection(func, args)
         if known and torch.Tag.nondeterministic_seeded not in func.tags:
@@ -282,7 +295,7 @@ class StorageLessMode(TorchDispatchMode):
         key = _signature(func, args, kwargs)
         known = self._results.get(key)
         if known is not None:
-            return pytree.tree_map(_without_data, known)
+            return pytree.tree_map(self._without_data, known)
         return self._run_on_fakes(func, args, kwargs, key)
 
     def _run_on_fakes(self, func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any],
@@ -315,7 +328,7 @@ class StorageLessMode(TorchDispatchMode):
                 return originals[id(leaf)]
             if owner is not None:  # an alias, though the op is no view by its schema
                 return owner.as_strided(leaf.size(), leaf.stride(), leaf.storage_offset())
-            return _without_data(leaf)
+            return self._without_data(leaf)
 
         fake_args, fake_kwargs = pytree.tree_map(fake, (args, dict(kwargs)))
         with self._fakes:
@@ -325,9 +338,17 @@ class StorageLessMode(TorchDispatchMode):
             self._results[key] = out
         return result
 
+    def _without_data(self, leaf: Any) -> Any:
+        """A storage-less tensor with a new storage in the place of a fake one."""
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        is_on_gpu = self._planned is None and leaf.device.type == "cuda"
+        return storage_less_tensor(leaf, storage_less_storage(
+            leaf.untyped_storage().nbytes(), leaf.device if is_on_gpu else _CPU))
+
     def _known(self, tensor: torch.Tensor) -> bool:
         overwritten = self._overwritten.get(storage_key(tensor))
-        return not (_ZEROS.holds(tensor)
+        return not (is_storage_less(tensor)
                     or (overwritten is not None and overwritten() is not None))
 
 
@@ -360,33 +381,26 @@ def _signature(func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any
     return key
 
 
-def _without_data(leaf: Any) -> Any:
-    """A storage-less tensor with a new storage in the place of a fake one."""
-    if not isinstance(leaf, torch.Tensor):
-        return leaf
-    return storage_less_tensor(leaf, storage_less_storage(leaf.untyped_storage().nbytes()))
-
-
-def storage_less_storage(size_bytes: int) -> torch.UntypedStorage:
+def storage_less_storage(size_bytes: int, device: torch.device = _CPU) -> torch.UntypedStorage:
     """A new storage that points to shared zeros and uses no memory."""
-    return storage_at(_ZEROS.address(size_bytes), size_bytes)
+    return storage_at(zeros_on(device).address(size_bytes), size_bytes, device)
 
 
 def is_storage_less(tensor: torch.Tensor) -> bool:
     """True if the tensor's storage is one of `storage_less_storage`."""
-    return _ZEROS.holds(tensor)
+    return zeros_on(tensor.device).holds(tensor.untyped_storage().data_ptr())
 
 
 def storage_less_tensor(like: torch.Tensor, storage: torch.UntypedStorage) -> torch.Tensor:
     """An ordinary tensor in `storage` with the layout of `like`."""
-    return torch.empty(0, dtype=like.dtype).set_(
+    return torch.empty(0, dtype=like.dtype, device=storage.device).set_(
         storage, like.storage_offset(), like.size(), like.stride())
 
 
 class StorageLessCopier(FakeCopier):
     """Deep copies in which each tensor becomes storage-less, except for small known values."""
 
-    def __init__(self, original_of: Mapping[int, torch.Tensor], *,
+    def __init__(self, original_of: Mapping[int, torch.Tensor], device: torch.device = _CPU, *,
                  unknown_is_zero: bool = False, planned: torch.device | None = None,
                  assumes_values: bool = False) -> None:
         """`original_of`: by identity of a fake tensor, the tensor with its value; `planned`: as for
@@ -395,7 +409,7 @@ class StorageLessCopier(FakeCopier):
         self._assumes_values = assumes_values
         self._planned = planned
         self._is_input = False
-        super().__init__(torch.device("cpu"))
+        super().__init__(device)
 
     def tree(self, value: Any, what: str) -> Any:
         self._is_input = True
@@ -408,7 +422,7 @@ class StorageLessCopier(FakeCopier):
         return StorageLessMode(unknown_is_zero=self._unknown_is_zero, planned=self._planned)
 
     def new_storage(self, size_bytes: int) -> torch.UntypedStorage:
-        return storage_less_storage(size_bytes)
+        return storage_less_storage(size_bytes, self.device)
 
     def new_tensor(self, like: torch.Tensor, storage: torch.UntypedStorage) -> torch.Tensor:
         return storage_less_tensor(like, storage)
@@ -427,46 +441,18 @@ class StorageLessCopier(FakeCopier):
         )
         if real not in self.fake_of and (is_assumed or _worth_knowing(original)):
             # An input without values: `graph_capture.fake_copies.input_values`.
-            known = assumed_value(original) if is_assumed else original.detach().clone()
+            known = (assumed_value(original, self.device) if is_assumed
+                     else original.detach().to(self.device, copy=True))
             self.fake_of[real] = self.memo[id(real)] = known
             self.storage_bytes[storage_key(known)] = real.untyped_storage().nbytes()
         return super().tensor(real)
 
 
-def assumed_value(tensor: torch.Tensor) -> torch.Tensor:
+def assumed_value(tensor: torch.Tensor, device: torch.device = _CPU) -> torch.Tensor:
     """Value that a small input without values is taken for: ones."""
-    return torch.ones(tensor.shape, dtype=tensor.dtype)
+    return torch.ones(tensor.shape, dtype=tensor.dtype, device=device)
 
 
 def _worth_knowing(tensor: torch.Tensor) -> bool:
-    return (tensor.device.type == "cpu" and not isinstance(tensor, FakeTensor | nn.Parameter)
+    return (tensor.device.type in ("cpu", "cuda") and not isinstance(tensor, FakeTensor | nn.Parameter)
             and has_discrete_values(tensor))
-
-
-class _Zeros:
-    """Pages of zeros that use no memory, each large enough for the storages that point to it."""
-
-    def __init__(self) -> None:
-        self._pages: list[tuple[int, int, object]] = []  # size, address, owner
-
-    def address(self, size_bytes: int) -> int:
-        """Address of at least `size_bytes` zeros."""
-        for size, address, _ in self._pages:
-            if size >= size_bytes:
-                return address
-        size = max(1 << 30, 2 * size_bytes)
-        # A private, read-only anonymous mapping: the system shares one page of zeros.
-        owner = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS,
-                          prot=mmap.PROT_READ)
-        address = np.frombuffer(owner, dtype=np.uint8).ctypes.data
-        self._pages.append((size, address, owner))
-        return address
-
-    def holds(self, tensor: torch.Tensor) -> bool:
-        """True if the tensor points to these zeros."""
-        pointer = tensor.untyped_storage().data_ptr()
-        return any(address == pointer for _, address, _ in self._pages)
-
-
-_ZEROS = _Zeros()
-"""Never released: a storage that points there may outlive everything else."""

@@ -66,12 +66,28 @@ def record_peak_of_op(fn: Callable[[], object], device: torch.device) -> Allocat
         return AllocationRecord(max(levels), levels[-1])
     torch.cuda.synchronize(device)
     torch.cuda.reset_peak_memory_stats(device)
-    start = torch.cuda.memory_stats(device).get("requested_bytes.all.current", 0)
+    start = requested_bytes(device)
     fn()
     torch.cuda.synchronize(device)
+    return AllocationRecord(highest_requested_bytes(device) - start,
+                            requested_bytes(device) - start)
+
+
+def requested_bytes(device: torch.device) -> int:
+    """Bytes that are requested from the allocator of a GPU now."""
+    return _statistic(device, "current")
+
+
+def highest_requested_bytes(device: torch.device) -> int:
+    """The maximum of `requested_bytes` since the statistics were reset."""
+    return _statistic(device, "peak")
+
+
+def _statistic(device: torch.device, what: str) -> int:
     found = torch.cuda.memory_stats(device)  # empty before anything was allocated
-    return AllocationRecord(found.get("requested_bytes.all.peak", 0) - start,
-                            found.get("requested_bytes.all.current", 0) - start)
+    # The allocator of the driver (`cudaMallocAsync`) does not count requests.
+    requested: int = found.get(f"requested_bytes.all.{what}", 0)
+    return requested or found.get(f"allocated_bytes.all.{what}", 0)
 
 
 def record_stages(stages: Sequence[Callable[[], object]]) -> tuple[AllocationRecord, ...]:

@@ -172,7 +172,8 @@ class _Steps:
                  settings: OptimizerSettings, workspace: Workspace) -> None:
         self.settings = settings
         # Some optimizers read the norm of an update.
-        self.storage_less = storage_less = storage_less_copy(fake_copy, unknown_is_zero=True)
+        self.storage_less = storage_less = storage_less_copy(
+            fake_copy, unknown_is_zero=True, device=torch.device("cpu"))
         self.names = {id(tensor): name for name, tensor in [*storage_less.parameters.items()][::-1]}
         self.trainable = [p for p in storage_less.model.parameters() if p.requires_grad]
         self.tracker = MemoryTracker(

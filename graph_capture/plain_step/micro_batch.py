@@ -24,7 +24,10 @@ import torch
 from planner._graph_capture.errors import DataDependentValue
 from planner._graph_capture.fake_copies.data_dependent_values import data_dependent_value
 from planner._graph_capture.fake_copies.fake import FakeCopy
-from planner._graph_capture.fake_copies.storage_less import storage_less_copy
+from planner._graph_capture.fake_copies.storage_less import (
+    may_be_storage_less,
+    storage_less_copy,
+)
 from planner._graph_capture.memory.module_location import ModuleLocator
 from planner._graph_capture.memory.sparse import is_sparse
 from planner._graph_capture.memory.trace import COMMUNICATION, Category, MicroBatch
@@ -61,7 +64,7 @@ def run_without_data(fake_copy: FakeCopy, loss_fn: LossFn | None,
                      run: Callable[[FakeCopy, LossFn | None, bool], _Made]) -> _Made:
     """`run(fake_copy, loss, True)` on a storage-less copy of the fake copy, which looks real to the
     code, if that works; otherwise `run(fake_copy, loss, False)` on the fake one."""
-    if fake_copy.trace_device.type == "cpu":
+    if may_be_storage_less(fake_copy):
         try:
             copy = storage_less_copy(fake_copy, extra=(loss_fn,))
             return run(copy, copy.extra[-1], True)

@@ -73,14 +73,14 @@ def no_subclass_functions() -> AbstractContextManager[object]:
     return torch._C.DisableTorchFunctionSubclass()
 
 
-def storage_at(address: int, size_bytes: int) -> torch.UntypedStorage:
-    """A CPU storage over memory of another owner.
+def storage_at(address: int, size_bytes: int, device: torch.device) -> torch.UntypedStorage:
+    """A storage over memory of another owner.
 
     `torch.frombuffer` does that for existing memory; this function lets many storages, each with
     its own identity, share one address.
     """
     make: Any = torch._C._construct_storage_from_data_pointer
-    storage: torch.UntypedStorage = make(address, torch.device("cpu"), size_bytes)
+    storage: torch.UntypedStorage = make(address, device, size_bytes)
     return storage
 
 

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
 from planner._graph_capture.fake_copies.storage_less import is_storage_less
-from planner._graph_capture.memory.allocator import allocated_bytes
+from planner._graph_capture.memory.allocator import allocated_bytes, requested_bytes
 from planner._graph_capture.memory.sparse import strided_tensors
 from planner._graph_capture.torch_compat import is_functional, pytree, storage_key
 
@@ -43,11 +43,11 @@ def tensors_of(model: nn.Module, optimizers: Iterable[Optimizer] = ()) -> Iterat
 
 
 def held_bytes(model: nn.Module, optimizers: Iterable[Optimizer] = ()) -> int:
-    """Bytes of parameters, buffers, gradients and optimizer states; on a GPU all allocated
-    bytes."""
+    """Bytes of parameters, buffers, gradients and optimizer states; on a GPU all
+    requested bytes."""
     device = device_of(model)
     if device.type == "cuda":
-        return torch.cuda.memory_allocated(device)
+        return requested_bytes(device)
     return bytes_on(device, tensors_of(model, optimizers))
 
 
@@ -66,7 +66,7 @@ class LoopMemory:
         been there before."""
         parts = [*own]
         if device.type == "cuda":
-            found_bytes = torch.cuda.memory_allocated(device) - bytes_on(device, parts)
+            found_bytes = requested_bytes(device) - bytes_on(device, parts)
         else:
             gc.collect()  # garbage of compilation does not belong to the loop
             counted = {*map(storage_key, parts)}

@@ -23,6 +23,7 @@ from weakref import finalize, ref
 
 import torch
 
+from planner._graph_capture.memory.allocator import highest_requested_bytes
 from planner._graph_capture.plain_step.observed_loss import end_watches
 from planner._graph_capture.plain_step.step_watch import StepWatch
 from planner._graph_capture.torch_compat import runs_in_backward
@@ -289,4 +290,4 @@ def _abandon(measurement: Measurement) -> None:
 
 def _counted_bytes(device: torch.device) -> int:
     """The highest that the allocator of a GPU has counted; 0 on a CPU."""
-    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
+    return highest_requested_bytes(device) if device.type == "cuda" else 0

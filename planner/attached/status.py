@@ -23,7 +23,8 @@ class Status:
     calls: int
     """Calls of the model with gradients enabled."""
     worst_peak_bytes: int | None
-    """The highest measured peak of a training step.  On a GPU: the allocator's counter.  On a CPU:
+    """The highest measured peak of a training step.  On a GPU: the bytes
+    requested from its allocator, as `planner.plan` counts them.  On a CPU:
     the tensors alive, of the process since `within` was called, in the steps that were watched (the
     first ones, those with something new, and later ones as far as watching takes 2% of the time);
     and what kernels allocate while they run, as the plan counts it.  `None` where no step was

@@ -134,8 +134,8 @@ SCRIPT = """
                         probe=False, autocast=sys.argv[3] or None, **where)
     graph = repr([(op.name, op.digest) for op in plan.spec.ops])
     print(hashlib.sha256(graph.encode()).hexdigest(), plan.baseline_peak_bytes, plan.peak_bytes,
-          ",".join(each.kernel for each in plan.kernels))
-"""
+          ",".join(each.kernel for each in plan.kernels if not each.kernel.endswith("math")))
+"""  # on the GPU a composed attention is not one op
 
 
 @pytest.mark.parametrize("autocast", ["", "bf16"])
