@@ -78,7 +78,8 @@ def inductor_backend(
         if compile_graph is not None:
             return boxed(compile_graph(gm, example_inputs, is_backward))
         partitioned = _placeholder_values(gm)
-        compiled = compile_fx_inner(gm, example_inputs, **options)
+        with _unused_inputs_unchecked(gm):
+            compiled = compile_fx_inner(gm, example_inputs, **options)
         return compiled if finish is None else finish(partitioned, compiled, is_backward)
 
     def backend(module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
@@ -90,6 +91,22 @@ def inductor_backend(
         return compiled
 
     return backend
+
+
+@contextlib.contextmanager
+def _unused_inputs_unchecked(gm: fx.GraphModule) -> Iterator[None]:
+    """Inside, code for a GPU does not look at the address of inputs that it does not use: a
+    gradient that does not exist is passed as `None`."""
+    from torch._inductor import compile_fx
+
+    used = {place for place, node in enumerate(gm.graph.find_nodes(op="placeholder")) if node.users}
+    find = compile_fx.get_input_idxs_to_check
+
+    def find_used(*args: Any, **kwargs: Any) -> list[int]:
+        return [place for place in find(*args, **kwargs) if place in used]
+
+    with mock.patch.object(compile_fx, "get_input_idxs_to_check", find_used):
+        yield
 
 
 def declare_fallback(op: OpOverload) -> None:

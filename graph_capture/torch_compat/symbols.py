@@ -14,6 +14,7 @@ from planner._graph_capture.torch_compat.requirements import require
 
 require(__name__)
 
+from torch.utils._sympy.functions import CeilToInt, FloorDiv, IntTrueDiv
 from torch.utils._sympy.printers import PythonPrinter
 
 
@@ -55,8 +56,15 @@ def text_of(size: Any, names: Mapping[Any, str]) -> str:
     if not symbols:
         return str(int(expression))
     named = {each: type(each)(names[each], positive=True, integer=True) for each in symbols}
-    found = expression.xreplace(named)
+    found = expression.xreplace(named).replace(CeilToInt, _rounded_up)
     return min(map(PythonPrinter().doprint, (found, found.expand())), key=len)
+
+
+def _rounded_up(ratio: Any) -> Any:
+    """A ratio of whole numbers rounded up, as attention's kernels on a GPU pad a length, in whole
+    numbers."""
+    return (-FloorDiv(-ratio.args[0], ratio.args[1]) if isinstance(ratio, IntTrueDiv)
+            else CeilToInt(ratio))
 
 
 def smallest_value(size: torch.SymInt) -> int:

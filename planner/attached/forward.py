@@ -366,7 +366,7 @@ class PlanningForward(ObservingForward):
         planner = graph.planner
         if planner is None or running_node_number() is not None:
             return
-        if self._is_looked_at or is_watching():
+        if self._is_looked_at or is_watching() or not graph.is_held_known:
             self._look_outside(graph, args, kwargs)
         if graph.note(present):
             self._learned += 1

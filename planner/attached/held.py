@@ -51,6 +51,19 @@ def held_bytes(model: nn.Module, optimizers: Iterable[Optimizer] = ()) -> int:
     return bytes_on(device, tensors_of(model, optimizers))
 
 
+_with_workspaces: set[torch.device] = set()
+
+
+def _take_workspaces(device: torch.device) -> None:
+    """Let torch allocate the workspaces of cuBLAS that it keeps, for this thread and for that of
+    the backward, before what is held is counted."""
+    if device not in _with_workspaces:
+        _with_workspaces.add(device)
+        with torch.enable_grad(), torch.autocast("cuda", enabled=False):
+            matrix = torch.ones(8, 8, device=device, requires_grad=True)
+            (matrix @ matrix).sum().backward()
+
+
 class LoopMemory:
     """Memory that the loop keeps alive outside a model, counted from construction on."""
 
@@ -66,6 +79,7 @@ class LoopMemory:
         been there before."""
         parts = [*own]
         if device.type == "cuda":
+            _take_workspaces(device)
             found_bytes = requested_bytes(device) - bytes_on(device, parts)
         else:
             gc.collect()  # garbage of compilation does not belong to the loop

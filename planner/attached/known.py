@@ -45,6 +45,7 @@ from planner._graph_capture.dynamo.blocks import (
 from planner._graph_capture.dynamo.traced_code import TracedCode
 from planner._graph_capture.errors import CaptureError, DataDependentValue
 from planner._graph_capture.fake_copies.data_dependent_values import data_dependent_values
+from planner._graph_capture.fake_copies.input_values import named_inputs
 from planner._graph_capture.fake_copies.own_containers import in_own_containers
 from planner._graph_capture.memory.tracker import Workspace
 from planner._graph_capture.op_costs.headroom import ProbeHeadroom
@@ -341,8 +342,10 @@ class GraphPlanner:
 
     @property
     def own_tensors(self) -> list[torch.Tensor]:
-        """The tensors that the captured step counts and that are still alive."""
-        return [*self._step.tracing.fake_copy.fake_of]
+        """The tensors that the captured step counts beside its inputs, as far as they are alive."""
+        fake_copy = self._step.tracing.fake_copy
+        inputs = {id(fake) for _, fake in named_inputs(fake_copy)}
+        return [own for own, fake in fake_copy.fake_of.items() if id(fake) not in inputs]
 
     def take_code(self) -> TracedCode | None:
         """What was compiled for capture, once."""

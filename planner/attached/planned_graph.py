@@ -102,6 +102,11 @@ class PlannedGraph:
         this graph was looked at."""
         return max((held_bytes for _, held_bytes in self._looks), default=0)
 
+    @property
+    def is_held_known(self) -> bool:
+        """True if a call was looked at, by the present way of counting."""
+        return bool(self._looks)
+
     def forget_held(self) -> None:
         """Forget what the loop held: it is counted otherwise from here on."""
         self._looks.clear()

@@ -49,6 +49,10 @@ COARSE_GRADIENT_TOLERANCE = 2.0 ** -7
 """The same in a 16-bit dtype for Inductor, for a plan that runs a part in chunks, whose sums round
 differently, and for a rank of many, where the step is not captured for comparison."""
 
+_NOISE = 10
+"""On a GPU errors may be as many times larger than those between two plain steps, whose kernels may
+add in any order."""
+
 _MEASURED_ON_A_RANK = 3
 """Number of steps whose smallest peak counts: a thread of gloo may keep a copy of what it sends
 into the next op."""
@@ -67,7 +71,8 @@ class Verification:
     them; the optimizer's step, if its peak is higher, as predicted."""
     max_gradient_error: float
     """Relative L2 distance of the whole gradient from that of the step without a plan, which in
-    16-bit floats may be the captured one; infinite if only one step produced a gradient."""
+    16-bit floats and on a GPU may be the captured one; infinite if only one step produced a
+    gradient."""
     loss_error: float
     """Relative L2 distance of the loss."""
     buffers_equal: bool
@@ -76,7 +81,7 @@ class Verification:
     rng_equal: bool
     """True if every random generator is in the same state after both steps."""
     tolerance: float = GRADIENT_TOLERANCE
-    """Limit on the errors."""
+    """Limit on the errors; on a GPU at least 10 times the error between two plain steps."""
     why_unplanned: str | None = None
     """Reason why the step did not run under the plan; `None`: it did."""
 
@@ -164,12 +169,19 @@ def verify(model: nn.Module, plan: Plan, inputs: object = None, *,
         plain = _outcome(model, lambda: step(unplanned), reuses_gradients)
         restart()
         ours = _outcome(model, lambda: step(planned), reuses_gradients)
+        is_on_gpu = device.type == "cuda"
+        if is_on_gpu and not on_a_rank and (
+                _relative_distance(plain.gradients, ours.gradients) > tolerance):
+            restart()
+            again = _outcome(model, lambda: step(unplanned), reuses_gradients)
+            tolerance = max(tolerance,
+                            _NOISE * _relative_distance(plain.gradients, again.gradients))
         peaks = []
         for _ in range(_MEASURED_ON_A_RANK if on_a_rank else 1):
             restart()
             peaks.append(record_peak(lambda: step(planned), device).peak_bytes)
         measured = min(peaks)
-        if is_coarse and has_captured and (
+        if (is_coarse or is_on_gpu) and has_captured and (
                 _relative_distance(plain.gradients, ours.gradients) > tolerance):
             restart()
             kwargs = {**dict(plan.spec.overrides), **kwargs}

@@ -24,7 +24,7 @@ from planner._graph_capture.op_costs.devices import device_model
 from planner._graph_capture.torch_compat.dispatch import kernel_chosen_by_torch
 from tests.support.models import BUILDERS
 
-pytestmark = [pytest.mark.cuda,
+pytestmark = [pytest.mark.cuda, pytest.mark.filterwarnings("ignore:TensorFloat32"),
               pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")]
 
 EAGER = ("gpt2", "llama", "bert", "vit", "t5", "resnet", "unet")
@@ -53,6 +53,31 @@ def test_a_plan_holds_on_the_gpu(name, backend, budget, autocast):
     assert found.rng_equal and found.peak_bytes <= plan.peak_bytes
     if backend == "eager":
         assert found.peak_bytes == pytest.approx(plan.peak_bytes, rel=0.005)
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+def test_a_loop_of_several_lengths_stays_within_its_budget(optimizer, autocast, caplog):
+    model, inputs, _ = case_on_gpu("gpt2")
+    ids = inputs["input_ids"].repeat(16, 2)
+    batches = [ids[:, :length].clone() for length in (64, 64, 40, 52, 33, 64)]
+    stepper = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}[optimizer](
+        model.parameters(), lr=1e-3)
+    planner.within(model, "85%", optimizer=stepper)
+    for number, batch in enumerate(batches):
+        torch.cuda.reset_peak_memory_stats()
+        with torch.autocast("cuda", torch.bfloat16, enabled=autocast):
+            loss = model(input_ids=batch, labels=batch).loss
+        loss.backward()
+        stepper.step()
+        stepper.zero_grad()
+        del loss
+        plan = planner.plan_of(model)
+        peak_bytes = torch.cuda.memory_stats()["requested_bytes.all.peak"]
+        assert peak_bytes <= plan.peak_bytes <= plan.budget_bytes
+        if len(batch[0]) == 64 and number > 0:
+            assert peak_bytes == pytest.approx(plan.peak_bytes, rel=0.001)
+    assert not [each for each in caplog.records if "exceeded" in each.getMessage()]
 
 
 @pytest.mark.parametrize("name", ["gpt2", "resnet"])

@@ -137,6 +137,30 @@ def test_what_the_loop_holds_beside_the_model_counts():
     assert plan.peak_bytes == pytest.approx(measured[-1], rel=0.01)
 
 
+def test_batches_that_stay_alive_count():
+    def loop(net: nn.Module) -> Callable[[], torch.Tensor]:
+        optimizer, batches = sgd(net), [torch.randn(256, 32) for _ in range(STEPS)]
+        ahead = iter(batches)
+
+        def step() -> torch.Tensor:
+            loss = net(next(ahead)).square().mean() + 0 * batches[0].mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            return loss.detach()
+
+        return step
+
+    outside_bytes = STEPS * 256 * 32 * 4
+    losses, peaks = run(layers(), loop, outside_bytes)
+    net = planner.within(layers(), "80%", time_limit=1)
+    found, measured = run(net, loop, outside_bytes)
+    plan = planner.plan_of(net)
+    assert found == losses
+    assert plan.baseline_peak_bytes == pytest.approx(peaks[-1], rel=0.01)
+    assert max(measured[1:]) <= plan.budget_bytes
+
+
 def test_models_of_one_step_share_its_budget():
     def loop(net: nn.Module) -> Callable[[], torch.Tensor]:
         maker, evaluate = net
