@@ -1,13 +1,11 @@
-"""The casts of `torch.autocast("cuda")` for ops that the CPU's autocast ignores.
+"""The casts of `torch.autocast("cuda")` where those of the CPU differ.
 
 The model of the world: autocast changes the arguments of an op by one of four policies, then runs
 the op without autocast.  The lists are those of CUDA in torch's `ATen/autocast_mode.h`.  Ops that
-the CPU's autocast handles (matrix products and convolutions, as in CUDA's, and losses) keep its
-kernel.
+both autocasts handle (matrix products and convolutions, and losses) keep the kernel of the CPU's;
+those that only the CPU's handles (`cat`, `cross_entropy_loss`, `fft`) are left as they are.
 
-Blind spots: ops that the CPU's autocast runs in float32 and CUDA's ignores (`avg_pool3d`, `fft`,
-`ctc_loss`, `stft`); `torch.autocast("cuda")` in the model's own code, which torch disables without
-a GPU.
+Blind spot: `torch.autocast("cuda")` in the model's own code, which torch disables without a GPU.
 """
 
 from __future__ import annotations
@@ -19,7 +17,13 @@ from typing import Any
 import torch
 
 from planner._graph_capture.torch_compat import OpOverload, pytree, schema_of
-from planner._graph_capture.torch_compat.dispatch import Place
+from planner._graph_capture.torch_compat.dispatch import (
+    Place,
+    as_composed,
+    beneath_autocast,
+    has_kernel,
+    ops_of_one_key,
+)
 
 
 def _names(text: str) -> frozenset[str]:
@@ -55,7 +59,10 @@ WIDEST = _names("""
 
 
 def autocast_kernels() -> Iterator[tuple[Place, Callable[..., Any]]]:
-    """Replacements of the ops in these lists while autocast is on, for ops that this torch has."""
+    """Replacements of the ops in these lists while autocast is on, for ops that this torch has, and
+    of those that only the CPU's autocast changes."""
+    for op in ops_of_one_key("AutocastCPU", but_not="AutocastCUDA"):
+        yield Place(op, "AutocastCPU"), functools.partial(_unchanged, op)
     float32 = FLOAT32 | ({"rms_norm"} if _version() >= (2, 12) else set())
     for names, kernel in ((float32, _float32), (FLOAT32_RESULT, _float32_result),
                           (LOWER, _lower), (WIDEST, _widest)):
@@ -65,21 +72,27 @@ def autocast_kernels() -> Iterator[tuple[Place, Callable[..., Any]]]:
                 yield Place(op, "AutocastCPU"), functools.partial(kernel, op)
 
 
+def _unchanged(op: OpOverload, *args: Any, **kwargs: Any) -> Any:
+    if has_kernel(op, "CompositeImplicitAutograd"):  # made of others, which autocast may change
+        return as_composed(op)(*args, **kwargs)
+    return _without_autocast(op, *args, **kwargs)
+
+
 def _float32(op: OpOverload, *args: Any, **kwargs: Any) -> Any:
     args, kwargs = _cast((args, kwargs), torch.float32)
-    return op(*args, **kwargs)
+    return _without_autocast(op, *args, **kwargs)
 
 
 def _lower(op: OpOverload, *args: Any, **kwargs: Any) -> Any:
     args, kwargs = _cast((args, kwargs), torch.get_autocast_dtype("cpu"))
-    return op(*args, **kwargs)
+    return _without_autocast(op, *args, **kwargs)
 
 
 def _widest(op: OpOverload, *args: Any, **kwargs: Any) -> Any:
     dtypes = {leaf.dtype for leaf in pytree.tree_leaves((args, kwargs)) if _is_cast(leaf)}
     if len(dtypes) > 1:
         args, kwargs = _cast((args, kwargs), torch.float32)
-    return op(*args, **kwargs)
+    return _without_autocast(op, *args, **kwargs)
 
 
 def _float32_result(op: OpOverload, *args: Any, **kwargs: Any) -> Any:
@@ -92,7 +105,12 @@ def _float32_result(op: OpOverload, *args: Any, **kwargs: Any) -> Any:
         count = parameters.index("dtype") if "dtype" not in keyword_only else len(args)
         args = tuple(given.pop(name) for name in parameters[:count] if name in given)
         kwargs = given
-    return op(*args, **kwargs)
+    return _without_autocast(op, *args, **kwargs)
+
+
+def _without_autocast(op: OpOverload, *args: Any, **kwargs: Any) -> Any:
+    with beneath_autocast():
+        return op(*args, **kwargs)
 
 
 def _cast(tree: Any, dtype: torch.dtype) -> Any:

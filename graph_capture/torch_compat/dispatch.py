@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import threading
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -45,18 +46,21 @@ def kernels_replaced(kernels: Mapping[Place, Callable[..., Any]]) -> Iterator[No
     """Inside, and in this thread, these functions are the kernels of ops, with the op's arguments
     and results.
 
-    For autocast a kernel is left out if torch has one of its own for the CPU.
+    For autocast a kernel is left out if torch has one of its own for the CPU as well as for CUDA.
     """
     places = [place for place in kernels if not (
-        place.key == "AutocastCPU" and place not in _registered and has_kernel(*place))]
+        place.key == "AutocastCPU" and place not in _registered and has_kernel(*place)
+        and has_kernel(place.op, "AutocastCUDA"))]
     with _LOCK:
         for place in places:
             _wanted[place] += 1
             if place not in _registered:
                 library = torch.library.Library("aten", "IMPL")
                 # Where a graph breaks, Dynamo would compile what the dispatcher calls.
-                library.impl(place.op, torch.compiler.disable(functools.partial(_run, place)),
-                             place.key)
+                run = torch.compiler.disable(functools.partial(_run, place))
+                with warnings.catch_warnings():
+                    warnings.filterwarnings("ignore", "Warning only once for all operators")
+                    library.impl(place.op, run, place.key)
                 _registered[place] = library
                 place.op._dispatch_cache.clear()
     before = getattr(_of_thread, "kernels", {})
@@ -80,15 +84,27 @@ def has_kernel(op: OpOverload, key: str) -> bool:
     return bool(torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), key))
 
 
+def ops_of_one_key(key: str, *, but_not: str) -> list[OpOverload]:
+    """The ops of torch that have a kernel at the one dispatch key and none at the other."""
+    registered: Any = torch._C._dispatch_get_registrations_for_dispatch_key
+    found = []
+    for name in sorted({*registered(key)} - {*registered(but_not)}):
+        packet = getattr(torch.ops.aten, name.removeprefix("aten::").partition(".")[0], None)
+        op = getattr(packet, name.partition(".")[2] or "default", None)
+        if name.startswith("aten::") and isinstance(op, OpOverload):
+            found.append(op)
+    return found
+
+
 def _run(place: Place, *args: Any, **kwargs: Any) -> Any:
     decomposition = decomposition_of(place.op)
     if decomposition is not None and torch._C._dispatch_tls_is_dispatch_key_included(
             torch._C.DispatchKey.PythonDispatcher):  # as AOTAutograd traces it on every device
         return decomposition(*args, **kwargs)
     kernel = getattr(_of_thread, "kernels", {}).get(place)
-    if place.key == "AutocastCPU":
+    if place.key == "AutocastCPU" and kernel is None:
         with beneath_autocast():
-            return (kernel or place.op)(*args, **kwargs)
+            return place.op(*args, **kwargs)
     return (kernel or as_composed(place.op))(*args, **kwargs)
 
 

@@ -95,17 +95,20 @@ def inductor_backend(
 
 @contextlib.contextmanager
 def _unused_inputs_unchecked(gm: fx.GraphModule) -> Iterator[None]:
-    """Inside, code for a GPU does not look at the address of inputs that it does not use: a
-    gradient that does not exist is passed as `None`."""
+    """Inside, code does not look at the layout and address of inputs that it does not use: a gradient
+    that does not exist is passed as `None`."""
     from torch._inductor import compile_fx
 
-    used = {place for place, node in enumerate(gm.graph.find_nodes(op="placeholder")) if node.users}
+    inputs = gm.graph.find_nodes(op="placeholder")
+    used = {place for place, node in enumerate(inputs) if node.users}
+    settings = {} if len(used) == len(inputs) else {"size_asserts": False}
     find = compile_fx.get_input_idxs_to_check
 
     def find_used(*args: Any, **kwargs: Any) -> list[int]:
         return [place for place in find(*args, **kwargs) if place in used]
 
-    with mock.patch.object(compile_fx, "get_input_idxs_to_check", find_used):
+    with (mock.patch.object(compile_fx, "get_input_idxs_to_check", find_used),
+          inductor_config.patch(settings)):
         yield
 
 

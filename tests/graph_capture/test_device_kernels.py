@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from planner._graph_capture.capture import capture_step
 from planner._graph_capture.device_kernels import autocast
@@ -151,6 +152,21 @@ def test_autocast_is_that_of_cuda():
                                     F.softmax(h, -1, dtype=BF16), h + 1, F.gelu(h)]
     assert [t.dtype for t in found[True]] == [BF16, FP32, FP32, FP32, FP32, BF16, BF16, BF16]
     assert [t.dtype for t in found[False]] == [BF16] * 8
+
+
+def test_what_only_the_cpu_casts_is_left_as_it_is():
+    class Seen(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if func is torch.ops.aten._log_softmax.default:
+                found.append(args[0].dtype)
+            return func(*args, **(kwargs or {}))
+
+    logits, targets, found = torch.randn(4, 8, dtype=BF16), torch.zeros(4, dtype=torch.long), []
+    with torch.autocast("cpu", BF16), Seen():
+        with DeviceKernels(A100).active():
+            F.cross_entropy(logits, targets)
+        F.cross_entropy(logits, targets)
+    assert found == [BF16, FP32]
 
 
 class Block(nn.Module):
