@@ -61,8 +61,8 @@ WIDEST = _names("""
 def autocast_kernels() -> Iterator[tuple[Place, Callable[..., Any]]]:
     """Replacements of the ops in these lists while autocast is on, for ops that this torch has, and
     of those that only the CPU's autocast changes."""
-    for op in ops_of_one_key("AutocastCPU", but_not="AutocastCUDA"):
-        yield Place(op, "AutocastCPU"), functools.partial(_unchanged, op)
+    for of_cpu in ops_of_one_key("AutocastCPU", but_not="AutocastCUDA"):
+        yield Place(of_cpu, "AutocastCPU"), functools.partial(_unchanged, of_cpu)
     float32 = FLOAT32 | ({"rms_norm"} if _version() >= (2, 12) else set())
     for names, kernel in ((float32, _float32), (FLOAT32_RESULT, _float32_result),
                           (LOWER, _lower), (WIDEST, _widest)):

@@ -454,5 +454,5 @@ def assumed_value(tensor: torch.Tensor, device: torch.device = _CPU) -> torch.Te
 
 
 def _worth_knowing(tensor: torch.Tensor) -> bool:
-    return (tensor.device.type in ("cpu", "cuda") and not isinstance(tensor, FakeTensor | nn.Parameter)
-            and has_discrete_values(tensor))
+    return (tensor.device.type in ("cpu", "cuda") and has_discrete_values(tensor)
+            and not isinstance(tensor, FakeTensor | nn.Parameter))

@@ -95,8 +95,8 @@ def inductor_backend(
 
 @contextlib.contextmanager
 def _unused_inputs_unchecked(gm: fx.GraphModule) -> Iterator[None]:
-    """Inside, code does not look at the layout and address of inputs that it does not use: a gradient
-    that does not exist is passed as `None`."""
+    """Inside, code does not look at the layout and address of inputs that it does not use: a
+    gradient that does not exist is passed as `None`."""
     from torch._inductor import compile_fx
 
     inputs = gm.graph.find_nodes(op="placeholder")
