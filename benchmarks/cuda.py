@@ -9,7 +9,7 @@ torch's allocator handed out and reserved.  Step times (forward, loss, backward;
 are those of the plain step, `torch.compile`, its `activation_memory_budget`, checkpointing of every
 layer, selective checkpointing as in torchtitan (every second matrix product and attention are
 kept), and of plans within the measured peak of each of these.  Alternatives that exceed the time
-are left out, with a note.  No GPU has run this yet.
+are left out, with a note.
 """
 
 from __future__ import annotations

@@ -190,7 +190,7 @@ class GapTracker(MemoryTracker):
               tensors: Sequence[object]) -> None:
         for position, tensor in enumerate(tensors):
             number = self.number_of(tensor) if isinstance(tensor, torch.Tensor) else None
-            if number is not None:
+            if number is not None and self._sizes[number]:  # an empty selection needs no memory
                 links[call, position] = number
 
     def _change(self, number: int, change: int) -> None:

@@ -227,7 +227,9 @@ class StorageLessMode(TorchDispatchMode):
             self.told_values |= known
             return func(*args, **kwargs)
         if self._answers is not None and makes_size_by_values(func, args):
-            return pytree.tree_map(self._without_data, self._answer_of(func, args))
+            device = next(leaf.device for leaf in leaves if isinstance(leaf, torch.Tensor))
+            return pytree.tree_map(lambda leaf: self._without_data(leaf, device),
+                                   self._answer_of(func, args))  # made on `meta`
         if self._answers is not None and assigns_by_mask(func, args):
             self._note_selection(func, args)
         if known and torch.Tag.nondeterministic_seeded not in func.tags:
@@ -338,13 +340,14 @@ class StorageLessMode(TorchDispatchMode):
             self._results[key] = out
         return result
 
-    def _without_data(self, leaf: Any) -> Any:
+    def _without_data(self, leaf: Any, device: torch.device | None = None) -> Any:
         """A storage-less tensor with a new storage in the place of a fake one."""
         if not isinstance(leaf, torch.Tensor):
             return leaf
-        is_on_gpu = self._planned is None and leaf.device.type == "cuda"
+        device = device or leaf.device
+        is_on_gpu = self._planned is None and device.type == "cuda"
         return storage_less_tensor(leaf, storage_less_storage(
-            leaf.untyped_storage().nbytes(), leaf.device if is_on_gpu else _CPU))
+            leaf.untyped_storage().nbytes(), device if is_on_gpu else _CPU))
 
     def _known(self, tensor: torch.Tensor) -> bool:
         overwritten = self._overwritten.get(storage_key(tensor))

@@ -92,7 +92,7 @@ _TRIES = 3
 """Number of times that an unknown loss is assumed to be smaller before giving up on its
 headroom."""
 _NOT_FOLLOWED = (
-    "and planner.within, which can give values and sizes on a CPU, cannot give these. Either "
+    "and planner.within, which can give values and sizes, cannot give these. Either "
     "decide by shapes and arguments, or with torch.where; for a packed sequence, give the layer "
     "the padded batch and mask what it returns; or take that part out of the model, and call "
     "planner.within for the rest")

@@ -1,5 +1,5 @@
 """Results stored in pinned memory of the host, against CUDA: `make cuda`, on a machine with an
-NVIDIA GPU.  Where there is none all of it is skipped; nothing here has run so far."""
+NVIDIA GPU.  Where there is none all of it is skipped."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """What is predicted of CUDA, against CUDA: `make cuda`, on a machine with an NVIDIA GPU.
 
 The oracles are torch's allocator (what it was asked for), torch's own choice of kernels, the plain
-model's gradients, and a process that sees no GPU.  Where there is none all of it is skipped; on
-none has any of it run so far.
+model's gradients, and a process that sees no GPU.  Where there is no GPU all of it is skipped.
 """
 
 from __future__ import annotations
@@ -174,3 +173,26 @@ def test_a_plan_made_without_the_gpu_is_the_one_made_on_it(name, autocast):
             env={**os.environ, "CUDA_VISIBLE_DEVICES": visible}, capture_output=True, text=True,
             check=True).stdout.split("\n")[-2])
     assert lines[0] == lines[1]
+
+
+def test_code_that_selects_by_values_is_planned():
+    class Selecting(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = torch.nn.Linear(64, 256), torch.nn.Linear(256, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            h = self.first(x)
+            return self.second(h[h.sum(-1) > 0]).sum() + h.square().mean() * (x.sum().item() > 0)
+
+    losses = []
+    for is_planned in (False, True):
+        torch.manual_seed(0)
+        net = Selecting().cuda()
+        if is_planned:
+            planner.within(net, "100%")
+        loss = net(torch.randn(512, 64, device="cuda"))
+        loss.backward()
+        losses.append(loss.item())
+    assert losses[1] == pytest.approx(losses[0], rel=1e-6)
+    assert planner.status(net).planned_steps == planner.status(net).steps == 1

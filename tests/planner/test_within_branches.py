@@ -97,3 +97,19 @@ def test_such_code_that_a_value_steers_is_planned_anew():
     assert found + train(net, [1, -1, 1]) == train(plain, [-1, -1]) + train(plain, [1, -1, 1])
     assert planner.plan_of(net).peak_bytes > small.peak_bytes
     assert planner.steps_of(net).planned == 5
+
+
+class Selecting(Gated):
+    """Rows are selected by their values."""
+
+    def forward(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        h = self.first(x)
+        return self.more(h[h.sum(-1) > gate]).sum() + h.square().mean()
+
+
+def test_an_empty_selection_is_planned():
+    gates = [1_000, 1_000, 0]
+    expected, net = train(Selecting(), gates), Selecting()
+    planner.within(net, "100%")
+    assert train(net, gates) == expected
+    assert planner.status(net).planned_steps == 3
