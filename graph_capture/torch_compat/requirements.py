@@ -62,7 +62,8 @@ REQUIRED: dict[str, tuple[str, ...]] = {
         *_of("torch._C", "DispatchKey.AutocastCPU", "DispatchKey.Autograd",
              "DispatchKey.CompositeImplicitAutograd", "DispatchKey.PythonDispatcher",
              "DispatchKeySet", "_dispatch_tls_is_dispatch_key_included",
-             "_ExcludeDispatchKeyGuard", "_dispatch_has_kernel_for_dispatch_key",
+             "_ExcludeDispatchKeyGuard", "_dispatch_get_registrations_for_dispatch_key",
+             "_dispatch_has_kernel_for_dispatch_key",
              "_get_cudnn_sdp_enabled", "_get_flash_sdp_enabled", "_get_math_sdp_enabled",
              "_get_mem_efficient_sdp_enabled", "_get_mkldnn_enabled", "_get_sdp_priority_order"),
         "torch.library.Library._destroy(self)",
@@ -90,7 +91,8 @@ REQUIRED: dict[str, tuple[str, ...]] = {
         "torch._inductor.codecache.PyCodeCache.write(text)",
         *_of("torch._inductor.compile_fx",
              "compile_fx(graph, inputs, inner_compile=, config_patches=)",
-             "compile_fx_inner(graph, inputs)"),
+             "compile_fx_inner(graph, inputs)",
+             "get_input_idxs_to_check(inputs, static)"),
         *_of("torch._inductor.config", "cpp_wrapper", "custom_partitioner_fn", "fx_graph_cache",
              "fx_graph_remote_cache", "patch", "size_asserts"),
         "torch._inductor.cpp_builder.get_cpp_compiler()",
@@ -115,6 +117,7 @@ REQUIRED: dict[str, tuple[str, ...]] = {
     "symbols": (
         "torch._C._autograd._get_current_graph_task_keep_graph",
         *_of("torch._dynamo", "maybe_mark_dynamic(tensor, indices)"),
+        *_of("torch.utils._sympy.functions", "CeilToInt", "FloorDiv", "IntTrueDiv"),
         "torch.utils._sympy.printers.PythonPrinter.doprint(self, expression)",
     ),
     "joint_inputs": (
