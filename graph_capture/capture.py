@@ -281,8 +281,8 @@ def capture_step(
     widest part of the step and the insides of layers may run.  `symbolic`: the step's graph,
     captured before with symbolic sizes; nothing is traced but the plain step.  `early`:
     gradients that the loop uses and frees as they come; with `optimizer_in_backward` these are all,
-    for `optimizer`.  `keeps_code`: what is compiled of a model on a CPU is kept for it to run;
-    `code`: what was kept before of the same step.
+    for `optimizer`.  `keeps_code`: what is compiled of a model on a device that is present is kept
+    for it to run; `code`: what was kept before of the same step.
 
     Raises `CaptureError` where the model cannot be captured, and `ValueError` for a `keep` that
     names nothing in the model.
@@ -302,7 +302,8 @@ def capture_step(
     fake_loss = None if loss_fn is None else fake_copy.extra[0]
     fake_copy = replace(fake_copy, answers=answers, autocast=autocast)
     keeps_code &= (backend == "eager" and answers is None and make_layout is None
-                   and fake_copy.device.type == "cpu" and not early)
+                   and fake_copy.device == fake_copy.trace_device and not early
+                   and may_be_storage_less(fake_copy))
     headroom = None if not probe or probe_headroom is None else probe_headroom.left(
         lambda: _least_plain_peak(fake_copy, fake_loss))
     costs = OpCosts(fake_copy.device, cost_model=cost_model, probe=probe, gpu=gpu, progress=say,
