@@ -1,7 +1,8 @@
 """Compiled code of a storage-less copy, which then runs for the model itself.
 
-The model of the world: to Dynamo's guards a storage-less copy of a model is the model, so that one trace serves both: the step is recorded on the copy, planned, and run, and recorded again
-once more is known about it.  Where a guard tells them apart, Dynamo traces the model again.
+The model of the world: to Dynamo's guards a storage-less copy of a model is the model, so that one
+trace serves both: the step is recorded on the copy, planned, and run, and recorded again once more
+is known about it.  Where a guard tells them apart, Dynamo traces the model again.
 
 Of a model whose blocks are compiled one by one, blocks of one class share a function.
 """
