@@ -37,13 +37,16 @@ def with_optimizer(step: CapturedStep, optimizer: object) -> CapturedStep:
         optimizer, step.baseline.with_gradient))
 
 
-def with_seen_loss(step: CapturedStep, seen: ObservedLoss) -> CapturedStep:
-    """The step, captured without a loss, with the memory of the observed loss."""
+def with_seen_loss(step: CapturedStep, seen: ObservedLoss, room_bytes: int = 0) -> CapturedStep:
+    """The step, captured without a loss, with the memory of the observed loss.  `room_bytes`: what
+    a schedule leaves to other calls that run between forward and backward; the plain step does
+    not."""
     loss = ReplayedLoss(seen)
     baseline = _traced(step, loss) or step.baseline
     later = step.later and (_traced(step, loss, baseline.with_gradient) or step.later)
+    longest = replace(seen, peak_bytes=max(seen.peak_bytes, room_bytes))
     return replace(
-        step, variants=tuple(replace(variant, graph=_with_loss(variant.graph, seen))
+        step, variants=tuple(replace(variant, graph=_with_loss(variant.graph, longest))
                              for variant in step.variants),
         baseline=baseline, later=later, tracing=replace(step.tracing, loss_fn=loss))
 

@@ -406,15 +406,16 @@ class PlanningForward(ObservingForward):
         except InfeasibleBudget as refusal:
             if planner.chose_blocks:
                 raise
-            makes_way = graph.make_way()  # From the next step on the others leave more.
+            plan = planner.leanest(graph.known)
+            # From the next step on the others leave more.
+            makes_way = graph.make_way(plan)
             is_certain = graph.is_observed and not makes_way and not self._unforeseen_bytes
             if is_certain or not planner.may_fit(graph.known):
                 raise
-            plan = planner.leanest(graph.known)
             log.log(logging.WARNING if graph.is_observed else logging.INFO,
                     "%s: this call does not fit in the budget beside %s: %s", self._name,
-                    "what others hold; it runs under the schedule of the smallest peak, and so "
-                    "do they from the next step on" if makes_way else
+                    "what others hold; it runs under the schedule of the smallest peak, and they "
+                    "leave more from the next step on" if makes_way else
                     "what was measured in the loop; it runs under the schedule of the smallest "
                     "peak" if graph.is_observed else
                     "what its backward is assumed to meet; until that was seen, it runs under the "
@@ -449,7 +450,7 @@ class PlanningForward(ObservingForward):
                    and len(lives) == planner.output_tensors)
         return Known(optimizers, graph.outside(self._unforeseen_bytes), graph.shared_loss,
                      lives if lets_go else None, self._defers_reduction, self._early,
-                     graph.is_lean)
+                     graph.room_bytes, graph.is_lean)
 
     def _assumed(self, graph: PlannedGraph) -> Known:
         """The step as observed, with assumptions for the unknown parts."""

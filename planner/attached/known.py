@@ -135,7 +135,7 @@ class GraphPlanner:
         self.has_control_flow = False
         """True if values of tensors decide the step's control flow."""
         self._capture(model, args, dict(kwargs), planning)
-        self._with_loss: tuple[ObservedLoss, CapturedStep] | None = None
+        self._with_loss: tuple[tuple[ObservedLoss, int], CapturedStep] | None = None
         self._captured_with: ObservedLoss | None = None  # the loss that the step was captured with
         self._captured_without_output = False
         self.saved_bytes = 0
@@ -374,8 +374,13 @@ class GraphPlanner:
         effort = Effort(solver=self._planning.solver,
                         time_limit=max(left, self._planning.time_limit / 2))
         with told_in_percent(self._limit, self._plain_bytes(known, prepared)):
-            return agreed(lambda: self._fitting(known, prepared, limit_bytes, effort), prepared,
-                          limit_bytes, effort)
+            try:
+                return agreed(lambda: self._fitting(known, prepared, limit_bytes, effort),
+                              prepared, limit_bytes, effort)
+            except InfeasibleBudget:
+                if not known.room_bytes:
+                    raise
+                return self.leanest(known, limit_bytes)
 
     def _fitting(self, known: Known, prepared: PreparedStep, limit_bytes: int | None,
                  effort: Effort) -> Plan:
@@ -426,10 +431,16 @@ class GraphPlanner:
         least = leanest_plan(prepared, effort)
         return self._accounted(known, least, self._needed(known, prepared, least), 0.0, limit_bytes)
 
+    def can_leave_room(self, loss: ObservedLoss | None) -> bool:
+        """True if `Known.room_bytes` counts: a loss comes between forward and backward, and is not
+        in the captured step."""
+        return loss is not None and self._captured_with is None
+
     def may_fit(self, known: Known) -> bool:
-        """True if a schedule meets the budget where nothing beside the call holds memory."""
-        alone = self.leanest(replace(known, outside=Outside()))
-        return alone.budget_bytes is None or alone.peak_bytes <= alone.budget_bytes
+        """True if a schedule meets the step's budget where nothing beside the call holds memory."""
+        limit_bytes = self._limit_bytes(known, self._prepared(known))
+        alone = self.leanest(replace(known, outside=Outside()), limit_bytes)
+        return limit_bytes is None or alone.peak_bytes <= limit_bytes
 
     def _limit_bytes(self, known: Known, prepared: PreparedStep) -> int | None:
         return None if self._limit is None else self._limit.resolve(
@@ -518,8 +529,9 @@ class GraphPlanner:
         if loss is not None and self._captured_with is not None:
             step = with_held(step, loss.held_bytes)
         elif loss is not None:
-            if self._with_loss is None or self._with_loss[0] != loss:
-                self._with_loss = loss, with_seen_loss(step, loss)
+            counted = loss, known.room_bytes
+            if self._with_loss is None or self._with_loss[0] != counted:
+                self._with_loss = counted, with_seen_loss(step, *counted)
             step = self._with_loss[1]
         if loss is not None:
             step = with_output_let_go(step, [each.until for each in loss.outputs])

@@ -405,7 +405,7 @@ class ObservingForward(CountingForward):
             return
         now = Present.now(
             has_gradients=self._in_backward or self._has_gradients,
-            gradient_bytes=self._others_gradient_bytes)
+            gradient_bytes=self._others_gradient_bytes, running=pending)
         self._in_backward = True
         enter_phase(f"in the backward of {type(self.__self__).__name__}")
         ends = graph.moments.setdefault(present, set())

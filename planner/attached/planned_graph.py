@@ -15,6 +15,7 @@ from planner._apply.planned_code import PlannedCode, is_exchangeable
 from planner._apply.symbolic_code import SymbolicCode
 from planner._graph_capture.plain_step.loss import Until
 from planner._graph_capture.plain_step.observed_loss import ObservedLoss, UnmeasuredLoss
+from planner._graph_capture.torch_compat import backward_keeps_graph
 from planner.attached.known import GraphPlanner
 from planner.attached.outside import Moment, Outside, fullest
 from planner.attached.step_known import Known
@@ -58,6 +59,8 @@ class PlannedGraph:
         """Other graphs, of this and other models, whose calls hold memory beside its own."""
         self.step_mates: WeakSet[PlannedGraph] = WeakSet()
         """Other graphs that were called in the same step, perhaps one after the other."""
+        self.room_bytes = 0
+        """Memory to leave between its forward and backward, so that its companions fit there."""
         self.is_lean = False
         """True if it saves as little as it can, so that its companions fit beside it."""
         self.plain_bytes = 0
@@ -181,11 +184,18 @@ class PlannedGraph:
             each.step_mates.add(self)
         return bool(new)
 
-    def make_way(self) -> bool:
-        """Make all companions save as little as possible; return whether any of them changed."""
+    def make_way(self, least: Plan) -> bool:
+        """Make all companions leave memory to this graph, whose plan of the smallest peak exceeds
+        the budget, or, if they cannot, save as little as possible; return whether any changed."""
+        net_bytes = least.peak_bytes - least.resident_bytes
+        excess_bytes = least.peak_bytes - (least.budget_bytes or 0)
         others = [each for each in self.companions if not each.is_lean]
         for each in others:
-            each.is_lean = True
+            left_bytes = (each.plan.budget_bytes or 0) - each.plan.resident_bytes - each.saved_bytes
+            before_bytes = each.room_bytes
+            each.room_bytes = max(net_bytes, left_bytes + excess_bytes)
+            each.is_lean = (each.planner is None or not each.planner.can_leave_room(each.loss)
+                            or each.room_bytes <= before_bytes)
         return bool(others)
 
     def serves(self, known: Known) -> bool:
@@ -225,7 +235,8 @@ class PendingCall:
     def begin_backward(self) -> bool:
         """Record that its backward begins; return whether this is the first time."""
         is_first, self.has_begun = not self.has_begun, True
-        _pending.discard(self)
+        if not backward_keeps_graph():
+            _pending.discard(self)
         return is_first
 
 
@@ -254,10 +265,11 @@ class Present:
     """Gradients of other models."""
 
     @classmethod
-    def now(cls, *, has_gradients: bool, gradient_bytes: int) -> Present:
-        """The memory present now."""
-        return cls(frozenset(Counter(call.graph for call in _pending).items()), has_gradients,
-                   gradient_bytes)
+    def now(cls, *, has_gradients: bool, gradient_bytes: int, running: PendingCall | None = None
+            ) -> Present:
+        """The memory present now, without that of the call whose backward is running."""
+        calls = Counter(call.graph for call in _pending if call is not running)
+        return cls(frozenset(calls.items()), has_gradients, gradient_bytes)
 
     def outside(self, graph: PlannedGraph) -> Moment:
         """The memory present outside a call of `graph`."""

@@ -30,6 +30,8 @@ class Known:
 
     early: tuple[tuple[str, int], ...] = ()
     """Gradients that hooks free as they come, and what that allocates."""
+    room_bytes: int = 0
+    """Memory to leave between forward and backward, to calls of other graphs."""
     is_lean: bool = False
     """True if calls are to save as little as possible."""
 

@@ -188,6 +188,44 @@ def test_models_of_one_step_share_its_budget():
     assert max(measured[2:]) <= budget < max(peaks)
 
 
+@pytest.mark.parametrize(("width", "budget"), [(64, "65%"), (256, "75%")])
+def test_a_model_leaves_room_to_another_that_is_called_before_its_backward(width, budget):
+    def loop(net: nn.Module) -> Callable[[], torch.Tensor]:
+        maker, judge = net
+        optimizers = sgd(maker), sgd(judge)
+
+        def step() -> torch.Tensor:
+            made = maker(torch.randn(256, 32))
+            recon, goal = made.square().mean(), -judge(made).square().mean()
+            ratio = [torch.autograd.grad(each, maker[15][2].weight, retain_graph=True)[0].norm()
+                     for each in (recon, goal)]
+            loss = recon + (ratio[0] / ratio[1]).detach() * goal
+            optimizers[0].zero_grad()
+            loss.backward()
+            optimizers[0].step()
+            optimizers[1].zero_grad()
+            judge(made.detach()).square().mean().backward()
+            optimizers[1].step()
+            return loss.detach()
+
+        return step
+
+    def models() -> nn.ModuleList:
+        return nn.ModuleList([layers(depth=16), nn.Sequential(nn.Linear(32, width))])
+
+    losses, peaks = run(models(), loop)
+    net = models()
+    for each in net:
+        planner.within(each, budget, time_limit=1)
+    found, measured = run(net, loop)
+    plan = planner.plan_of(net[0])
+    assert found == losses
+    assert max(measured[2:]) <= plan.budget_bytes
+    assert plan.budget_bytes == pytest.approx(
+        float(budget[:-1]) / 100 * max(peaks), rel=0.1)
+    assert not net[0].forward.graphs[0].is_lean and plan.overhead < 0.25
+
+
 def test_hooks_of_saved_tensors_do_not_reach_what_a_plan_saves():
     packed: list[torch.Size] = []
 
