@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import signal
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -95,6 +96,15 @@ def test_a_step_that_does_not_fit_is_refused_in_percent_too() -> None:
             optimizer.step()
 
 
+@pytest.fixture
+def ctrl_c() -> Iterator[None]:
+    """Python's handler, which a shell takes away from what it runs in the background."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("ctrl_c")
 def test_ctrl_c_takes_the_best_plan_so_far() -> None:
     step = _case(models.gpt2())
     budget = 60 * step.baseline_peak_bytes // 100
@@ -108,6 +118,7 @@ def test_ctrl_c_takes_the_best_plan_so_far() -> None:
     assert any("interrupted" in note for note in plan.notes)
 
 
+@pytest.mark.usefixtures("ctrl_c")
 def test_ctrl_c_before_anything_fits_ends_planning() -> None:
     step = _case(models.gpt2())
 
