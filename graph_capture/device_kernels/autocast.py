@@ -22,7 +22,7 @@ from planner._graph_capture.torch_compat.dispatch import (
     as_composed,
     beneath_autocast,
     has_kernel,
-    ops_of_one_key,
+    names_at_one_key,
 )
 
 
@@ -61,11 +61,10 @@ WIDEST = _names("""
 def autocast_kernels() -> Iterator[tuple[Place, Callable[..., Any]]]:
     """Replacements of the ops in these lists while autocast is on, for ops that this torch has, and
     of those that only the CPU's autocast changes."""
-    for of_cpu in ops_of_one_key("AutocastCPU", but_not="AutocastCUDA"):
-        yield Place(of_cpu, "AutocastCPU"), functools.partial(_unchanged, of_cpu)
+    of_cpu_only = names_at_one_key("AutocastCPU", but_not="AutocastCUDA")
     float32 = FLOAT32 | ({"rms_norm"} if _version() >= (2, 12) else set())
     for names, kernel in ((float32, _float32), (FLOAT32_RESULT, _float32_result),
-                          (LOWER, _lower), (WIDEST, _widest)):
+                          (LOWER, _lower), (WIDEST, _widest), (of_cpu_only, _unchanged)):
         for name in sorted(names):
             op = _op(name)
             if op is not None:

@@ -4,6 +4,9 @@ The model of the world: torch's dispatcher finds the kernel of an op by the acti
 function registered there replaces torch's kernel for every caller of the op: Python, torch's own
 C++, Dynamo, AOTAutograd.  The registration applies to the whole process, so it exists only while a
 thread needs it; in other threads the function calls the original kernel.
+
+Blind spot: where the CPU's autocast has a kernel that is replaced, other threads run the op without
+autocast meanwhile.
 """
 
 from __future__ import annotations
@@ -84,16 +87,12 @@ def has_kernel(op: OpOverload, key: str) -> bool:
     return bool(torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), key))
 
 
-def ops_of_one_key(key: str, *, but_not: str) -> list[OpOverload]:
-    """The ops of torch that have a kernel at the one dispatch key and none at the other."""
+def names_at_one_key(key: str, *, but_not: str) -> frozenset[str]:
+    """Names of the ops of `aten` that have a kernel at the one dispatch key and none at the other.
+    """
     registered: Any = torch._C._dispatch_get_registrations_for_dispatch_key
-    found = []
-    for name in sorted({*registered(key)} - {*registered(but_not)}):
-        packet = getattr(torch.ops.aten, name.removeprefix("aten::").partition(".")[0], None)
-        op = getattr(packet, name.partition(".")[2] or "default", None)
-        if name.startswith("aten::") and isinstance(op, OpOverload):
-            found.append(op)
-    return found
+    return frozenset(name.removeprefix("aten::") for name in {*registered(key)} - {
+        *registered(but_not)} if name.startswith("aten::"))
 
 
 def _run(place: Place, *args: Any, **kwargs: Any) -> Any:

@@ -406,12 +406,12 @@ class PlanningForward(ObservingForward):
         except InfeasibleBudget as refusal:
             if planner.chose_blocks:
                 raise
-            plan = planner.leanest(graph.known)
             # From the next step on the others leave more.
-            makes_way = graph.make_way(plan)
+            makes_way = bool(graph.companions) and graph.make_way(planner.leanest(graph.known))
             is_certain = graph.is_observed and not makes_way and not self._unforeseen_bytes
             if is_certain or not planner.may_fit(graph.known):
                 raise
+            plan = planner.leanest(graph.known)
             log.log(logging.WARNING if graph.is_observed else logging.INFO,
                     "%s: this call does not fit in the budget beside %s: %s", self._name,
                     "what others hold; it runs under the schedule of the smallest peak, and they "

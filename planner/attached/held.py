@@ -43,8 +43,8 @@ def tensors_of(model: nn.Module, optimizers: Iterable[Optimizer] = ()) -> Iterat
 
 
 def held_bytes(model: nn.Module, optimizers: Iterable[Optimizer] = ()) -> int:
-    """Bytes of parameters, buffers, gradients and optimizer states; on a GPU all
-    requested bytes."""
+    """Bytes of parameters, buffers, gradients and optimizer states; on a GPU all requested bytes.
+    """
     device = device_of(model)
     if device.type == "cuda":
         return requested_bytes(device)

@@ -23,12 +23,12 @@ class Status:
     calls: int
     """Calls of the model with gradients enabled."""
     worst_peak_bytes: int | None
-    """The highest measured peak of a training step.  On a GPU: the bytes
-    requested from its allocator, as `planner.plan` counts them.  On a CPU:
-    the tensors alive, of the process since `within` was called, in the steps that were watched (the
-    first ones, those with something new, and later ones as far as watching takes 2% of the time);
-    and what kernels allocate while they run, as the plan counts it.  `None` where no step was
-    measured yet, and on a CPU under data parallelism."""
+    """The highest measured peak of a training step.  On a GPU: the bytes requested from its
+    allocator, as `planner.plan` counts them.  On a CPU: the tensors alive, of the process since
+    `within` was called, in the steps that were watched (the first ones, those with something new,
+    and later ones as far as watching takes 2% of the time); and what kernels allocate while they
+    run, as the plan counts it.  `None` where no step was measured yet, and on a CPU under data
+    parallelism."""
     budget_bytes: int | None
     """The budget in force; `None` if there is no limit, or nothing was planned yet."""
     plans: int

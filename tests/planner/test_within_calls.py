@@ -110,6 +110,17 @@ def test_gradients_count_where_a_backward_begins(zero_grad):
     assert not net.forward.graphs[0].known.accumulates
 
 
+def stays_plain_but_for_memory(loop: Loop, outside_bytes: int) -> tuple[planner.Plan, list[int]]:
+    """Run the loop plain and within 80%; return the plan, and the peak of each step within it."""
+    losses, peaks = run(layers(), loop, outside_bytes)
+    net = planner.within(layers(), "80%", time_limit=1)
+    found, measured = run(net, loop, outside_bytes)
+    plan = planner.plan_of(net)
+    assert found == losses
+    assert plan.baseline_peak_bytes == pytest.approx(peaks[-1], rel=0.01)
+    return plan, measured
+
+
 def test_what_the_loop_holds_beside_the_model_counts():
     def loop(net: nn.Module) -> Callable[[], torch.Tensor]:
         optimizer, reference, memory = sgd(net), layers(1), torch.zeros(50_000)
@@ -126,13 +137,7 @@ def test_what_the_loop_holds_beside_the_model_counts():
 
         return step
 
-    outside_bytes = nbytes(layers()) + 200_000
-    losses, peaks = run(layers(), loop, outside_bytes)
-    net = planner.within(layers(), "80%", time_limit=1)
-    found, measured = run(net, loop, outside_bytes)
-    plan = planner.plan_of(net)
-    assert found == losses
-    assert plan.baseline_peak_bytes == pytest.approx(peaks[-1], rel=0.01)
+    plan, measured = stays_plain_but_for_memory(loop, nbytes(layers()) + 200_000)
     assert max(measured[2:]) <= plan.budget_bytes
     assert plan.peak_bytes == pytest.approx(measured[-1], rel=0.01)
 
@@ -151,13 +156,7 @@ def test_batches_that_stay_alive_count():
 
         return step
 
-    outside_bytes = STEPS * 256 * 32 * 4
-    losses, peaks = run(layers(), loop, outside_bytes)
-    net = planner.within(layers(), "80%", time_limit=1)
-    found, measured = run(net, loop, outside_bytes)
-    plan = planner.plan_of(net)
-    assert found == losses
-    assert plan.baseline_peak_bytes == pytest.approx(peaks[-1], rel=0.01)
+    plan, measured = stays_plain_but_for_memory(loop, outside_bytes=STEPS * 256 * 32 * 4)
     assert max(measured[1:]) <= plan.budget_bytes
 
 
