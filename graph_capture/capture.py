@@ -441,9 +441,10 @@ def capture_step(
             cut = region_uses(
                 traced, recording, output,
                 JointVariant(inductor, chunks=widest, inner_chunks=inner),
-                # Code between regions, or a loss of the caller's, might read the output.
-                elides_output=(not holds_output and loss_fn is None and len(recording.calls) == 1
-                               and recording.uncaptured is None))
+                # Code behind the regions, or a loss of the caller's, might read the output.
+                elides_output=(not holds_output and loss_fn is None and (
+                    recording.uncaptured is None
+                    or recording.uncaptured.makes_nothing_after(len(recording.calls) - 1))))
             has_inner = any(use.lowered.inner_chunks > 1 for use in cut)
             has_widest = any(use.lowered.chunks > 1 for use in cut)
             if has_inner or (has_widest and inner == 1):

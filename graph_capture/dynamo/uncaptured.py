@@ -66,6 +66,12 @@ class UncapturedCode:
     """(call, index of a primal) -> the last gap in which its gradient was alive, unless it lived to
     the end of the step."""
 
+    def makes_nothing_after(self, call: int) -> bool:
+        """True if no code between the forward of a call and the backward makes a tensor."""
+        gaps = range(self.before_forward[call] + 1, self.last_of_loss + 1)
+        return not (any(storage.made in gaps for storage in self.storages)
+                    or any(self.workspace_bytes[gap] for gap in gaps))
+
 
 class GapTracker(MemoryTracker):
     """Tracks the storages made between regions while a recorded step runs again."""

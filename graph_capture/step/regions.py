@@ -44,7 +44,7 @@ def region_uses(fake_copy: FakeCopy, recording: Recording, output: object, varia
                 elides_output: bool = False) -> list[RegionUse]:
     """The regions of a recorded step of the fake copy in one variant; `output`: the model's output.
 
-    `elides_output`: only the loss reads the model's output.
+    `elides_output`: only the loss, which is part of the last region, reads the model's output.
     """
     recording.check_any()
     trainable = {id(tensor): name for name, tensor in fake_copy.model.named_parameters()}
@@ -61,12 +61,13 @@ def region_uses(fake_copy: FakeCopy, recording: Recording, output: object, varia
     runs: Counter[int] = Counter()
     uses: list[RegionUse] = []
     for number, call in enumerate(recording.calls):
+        is_last = number == len(recording.calls) - 1  # no region reads what it returns
         cotangents = _cotangents(call, runs[id(call.region)])
         runs[id(call.region)] += 1
         lowered = lower_joint_graph(
             call.region.joint, call.region.num_forward_outputs, variant, cotangents=cotangents,
             input_names=[names.get(id(tensor)) for tensor in call.inputs], region=number,
-            block=call.module, elided=range(len(call.outputs)) if elides_output else (),
+            block=call.module, elided=range(len(call.outputs)) if elides_output and is_last else (),
             hoisted=None if variant.compiled else (),
             known=None if variant.compiled else call.region.lowered)
         linked = {

@@ -89,6 +89,48 @@ def test_logits_that_are_dropped_are_not_made():
     assert least["held"] - least["dropped"] > 0.9 * logits_bytes
 
 
+@pytest.mark.parametrize("is_read", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_logits_behind_blocks_are_not_made_unless_other_code_reads_them(is_read):
+    case = llama(seq=128, vocab=1000)
+    model = Behind(case.model) if is_read else case.model
+    refusals = {}
+    for output in ("dropped",) if is_read else ("held", "dropped"):
+        with pytest.raises(planner.InfeasibleBudget) as refused:
+            planner.plan(model, case.kwargs, budget=1, hold_output=output == "held", allow=ALLOW,
+                         regions="blocks")
+        refusals[output] = refused.value.minimum_bytes
+    logits_bytes = 4 * case.kwargs["input_ids"].numel() * 1000
+    plan = planner.plan(model, case.kwargs, budget=refusals["dropped"], hold_output=False,
+                        allow=ALLOW, regions="blocks")
+    plain, planned = copy.deepcopy(model), plan.apply(copy.deepcopy(model))
+    assert distance(gradients(planned, case.kwargs), gradients(plain, case.kwargs)) < 1e-6
+    if is_read:
+        assert planned(**case.kwargs)["largest"] == plain(**case.kwargs)["largest"]
+        return
+    assert refusals["held"] - refusals["dropped"] > 0.9 * logits_bytes
+    assert peak_of(planned, case.kwargs, held=False) == plan.peak_bytes - plan.resident_bytes
+    with pytest.raises(OutputNotMade):
+        planned(**case.kwargs).logits.argmax(-1)
+
+
+class Behind(nn.Module):
+    """Reads the logits of a model in code that is not compiled."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, **batch):
+        output = self.model(**batch)
+        torch._dynamo.graph_break()
+        return {"loss": output["loss"], "largest": _largest(output["logits"])}
+
+
+@torch._dynamo.disable
+def _largest(logits):
+    return logits.detach().amax()
+
+
 def test_a_refusal_captures_once_and_searches_its_alternative_less(monkeypatch):
     recorded = []
     record = graph_capture.record_training_step
