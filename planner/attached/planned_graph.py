@@ -95,6 +95,11 @@ class PlannedGraph:
         return 0 if self.planner is None else self.planner.saved_bytes
 
     @property
+    def loss_planner(self) -> GraphPlanner | None:
+        """The planner of the step that its loss was observed in."""
+        return self.planner
+
+    @property
     def plain_saved_bytes(self) -> int:
         """The same if the call runs plain."""
         return 0 if self.planner is None else self.planner.plain_saved_bytes

@@ -27,6 +27,7 @@ from planner._graph_capture.module_forward import Forward, in_place_of_forward
 from planner._graph_capture.step.symbolic_region import NamedDimensions
 from planner._graph_capture.torch_compat import pytree
 from planner.arguments.dynamic import size_name
+from planner.attached.known import GraphPlanner
 from planner.attached.planned_graph import PlannedGraph
 from planner.plans.plan import Plan
 from planner.step.other_sizes import SizedPeak
@@ -43,6 +44,10 @@ class SymbolicGraph(PlannedGraph):
         assert fixed.planner is not None
         self.plan, self.lives, self.plain_bytes = fixed.plan, fixed.lives, fixed.plain_bytes
         self.step_mates = fixed.step_mates.copy()
+        self.loss = fixed.loss
+        if fixed.unmeasured is not None:
+            self.loss = fixed.planner.measured(fixed.unmeasured)
+        self._fixed_planner = fixed.planner
         self.outputs = fixed.planner.graph_outputs
         self.target: SymbolicCallable | None = None
         """The graph that the plan is of."""
@@ -88,6 +93,16 @@ class SymbolicGraph(PlannedGraph):
         self.target, self.call = target, chosen
         self.values = target.region.values_at(self._named(chosen.sizes))
         return chosen
+
+    @property
+    def loss_planner(self) -> GraphPlanner | None:
+        """The planner of the sizes for which its loss is known."""
+        return self.planner or self._fixed_planner
+
+    @property
+    def earlier(self) -> Plan | None:
+        """The last plan of the graph at other sizes than those that were chosen."""
+        return self.plan if self._is_for_more_sizes else None
 
     def _named(self, sizes: Mapping[str, Sequence[int]]) -> dict[str, int]:
         return {size: sizes[name][place] for name, places in self.code.dimensions.items()
