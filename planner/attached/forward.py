@@ -406,6 +406,10 @@ class PlanningForward(ObservingForward):
         except InfeasibleBudget as refusal:
             if planner.chose_blocks:
                 raise
+            if planner.is_percentage and graph.compare(self.graphs):
+                # The last batch of an epoch may be far smaller than those that the budget is for.
+                self._plan(graph, known and self._known(graph, present), present)
+                return
             # From the next step on the others leave more.
             makes_way = bool(graph.companions) and graph.make_way(planner.leanest(graph.known))
             is_certain = graph.is_observed and not makes_way and not self._unforeseen_bytes

@@ -85,14 +85,22 @@ class SymbolicGraph(PlannedGraph):
         """Choose the sizes to plan for: those planned for so far where none of the call's is
         larger, else the call's own.  Returns a call that has them."""
         chosen = call
-        if self.call is not None and self.target in (None, target) and not self.values and all(
-                mine <= theirs for name, sizes in call.sizes.items()
-                for mine, theirs in zip(sizes, self.call.sizes[name], strict=True)):
+        if self.call is not None and (target is not self.target or not self.values) and (
+                self._serves_larger(target.region, call, self.call)):
             chosen = self.call
         self._is_for_more_sizes = target is self.target
         self.target, self.call = target, chosen
         self.values = target.region.values_at(self._named(chosen.sizes))
         return chosen
+
+    def _serves_larger(self, region: SymbolicRegion, call: Call, larger: Call) -> bool:
+        """True if the graph of a call is that of `larger` sizes, too."""
+        for name, sizes in call.sizes.items():
+            places = self.code.dimensions.get(name, {})
+            for place, (mine, theirs) in enumerate(zip(sizes, larger.sizes[name], strict=True)):
+                if mine > theirs or (mine < theirs and places.get(place) not in region.smallest):
+                    return False
+        return region.serves(region.values_at(self._named(larger.sizes)))
 
     @property
     def loss_planner(self) -> GraphPlanner | None:

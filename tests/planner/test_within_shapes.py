@@ -158,3 +158,30 @@ def test_a_schedule_that_leaves_little_is_taken_at_larger_sizes(monkeypatch):
     train(model, [(80,), (100,)])
     assert symbolic_of(model).plan.peak_bytes <= symbolic_of(model).plan.budget_bytes
     assert not searches
+
+
+def train_attending(model: nn.Module, shapes: list[tuple[int, int]]) -> list[int]:
+    optimizer = torch.optim.AdamW(model.parameters())
+    budgets = []
+    for shape in shapes:
+        model(tokens(*shape)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        plan = planner.plan_of(model)
+        assert plan.peak_bytes <= plan.budget_bytes
+        budgets.append(plan.budget_bytes)
+    return budgets
+
+
+@pytest.mark.slow
+def test_a_percentage_that_a_last_batch_of_one_cannot_meet_is_one_of_the_largest_step():
+    budgets = train_attending(planner.within(Attending(), "75%"), [(8, 64), (8, 48), (1, 8)])
+    assert budgets[1] == budgets[2]
+
+
+@pytest.mark.slow
+def test_another_symbol_is_planned_for_the_largest_sizes_so_far():
+    model = planner.within(Attending(), "75%")
+    train_attending(model, [(8, 64), (8, 48), (3, 20), (5, 60), (8, 63)])
+    assert symbolic_of(model).code.compilations == 2
+    assert planner.status(model).plans == 3
