@@ -24,8 +24,8 @@ from planner._apply.symbolic_code import Schedule, SymbolicCallable, SymbolicCod
 from planner._graph_capture.capture import SymbolicStep
 from planner._graph_capture.joint_graph.symbolic_sizes import Values
 from planner._graph_capture.module_forward import Forward, in_place_of_forward
-from planner._graph_capture.step.symbolic_region import NamedDimensions
-from planner._graph_capture.torch_compat import pytree
+from planner._graph_capture.step.symbolic_region import NamedDimensions, SymbolicRegion
+from planner._graph_capture.torch_compat import no_active_modes, pytree
 from planner.arguments.dynamic import size_name
 from planner.attached.known import GraphPlanner
 from planner.attached.planned_graph import PlannedGraph
@@ -100,7 +100,8 @@ class SymbolicGraph(PlannedGraph):
             for place, (mine, theirs) in enumerate(zip(sizes, larger.sizes[name], strict=True)):
                 if mine > theirs or (mine < theirs and places.get(place) not in region.smallest):
                     return False
-        return region.serves(region.values_at(self._named(larger.sizes)))
+        serves: bool = region.serves(region.values_at(self._named(larger.sizes)))
+        return serves
 
     @property
     def loss_planner(self) -> GraphPlanner | None:
@@ -154,8 +155,10 @@ class SymbolicGraph(PlannedGraph):
         planned_for, limit_bytes = self.values, max(plan.budget_bytes or 0, plan.peak_bytes)
 
         def fits(values: Values) -> bool:
-            return (plan.budget_bytes is None or values == planned_for
-                    or peak.is_within(limit_bytes, region.named(values)))
+            if plan.budget_bytes is None or values == planned_for:
+                return True
+            with no_active_modes():  # it is no part of a step that is watched
+                return peak.is_within(limit_bytes, region.named(values))
 
         made = self.target.adopt(plan.spec, fits, instead=not self._is_for_more_sizes)
         self._is_for_more_sizes = False
