@@ -23,7 +23,9 @@ def remembered_state(model: nn.Module) -> Callable[[], None]:
     def restore() -> None:
         with torch.no_grad():
             for buffer, before in buffers:
-                buffer.copy_(before)
+                # An earlier call may have saved it: autograd counts what is written to it.
+                if not torch.equal(buffer, before):
+                    buffer.copy_(before)
         restore_random()
 
     return restore

@@ -461,7 +461,9 @@ class OpCache:
         if directory is not None:
             digest = hashlib.sha256(environment.encode()).hexdigest()[:16]
             self._path = directory / f"ops-{digest}.jsonl"
-            self._load(self._path)
+            size_bytes, facts = _read.get(self._path, (0, self._facts))
+            self._facts = facts
+            _read[self._path] = size_bytes + self._load(self._path, size_bytes), facts
 
     def get(self, key: str) -> float | None:
         """The fact, if it is known."""
@@ -482,14 +484,22 @@ class OpCache:
             finally:
                 os.close(descriptor)
 
-    def _load(self, path: Path) -> None:
+    def _load(self, path: Path, start: int) -> int:
+        """Take the facts in the file from this byte on; returns the number of bytes read."""
         try:
-            lines = path.read_bytes().splitlines()
+            with path.open("rb") as file:
+                file.seek(start)
+                read = file.read()
         except OSError:
-            return
-        for line in lines:
+            return 0
+        for line in read.splitlines():
             with contextlib.suppress(ValueError, KeyError, TypeError):
                 fact = json.loads(line)
                 key, value = fact["key"], fact["value"]
                 if isinstance(key, str) and isinstance(value, int | float) and value >= 0:
                     self._facts[key] = value
+        return len(read)
+
+
+_read: dict[Path, tuple[int, dict[str, float]]] = {}
+"""Of each file that this process has read: how much of it, and its facts."""

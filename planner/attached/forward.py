@@ -302,12 +302,12 @@ class PlanningForward(ObservingForward):
             chosen = graph.choose_sizes(target, call)
             planned_args, planned_kwargs = graph.arguments_at(chosen, args, kwargs)
             step = graph.symbolic_step(planned_args, planned_kwargs)
-            graph.planner = planner = GraphPlanner(
+            planner = GraphPlanner(
                 module, planned_args, planned_kwargs, settings.planning, settings.limit,
-                settings.batches_ahead, partial(alive, self._optimizers), step)
+                settings.batches_ahead, partial(alive, self._optimizers), step, graph.earlier)
             del planned_args, planned_kwargs
             graph.note(present)
-            graph.loss = graph.loss if graph.loss is None else self._expected_loss(planner)
+            graph.loss, graph.planner = self._expected_loss(planner, graph), planner
             self._look_outside(graph, args, kwargs)
             self._plan(graph, self._known(graph, present), present)
             watch.conclude(f": {summarize(graph.plan)}")
@@ -406,6 +406,10 @@ class PlanningForward(ObservingForward):
         except InfeasibleBudget as refusal:
             if planner.chose_blocks:
                 raise
+            if planner.is_percentage and graph.compare(self.graphs):
+                # The last batch of an epoch may be far smaller than those that the budget is for.
+                self._plan(graph, known and self._known(graph, present), present)
+                return
             # From the next step on the others leave more.
             makes_way = bool(graph.companions) and graph.make_way(planner.leanest(graph.known))
             is_certain = graph.is_observed and not makes_way and not self._unforeseen_bytes
@@ -464,20 +468,28 @@ class PlanningForward(ObservingForward):
         return next((graph.lives for graph in self.graphs if graph.lives is not None
                      and len(graph.lives) == planner.output_tensors), None)
 
-    def _expected_loss(self, planner: GraphPlanner) -> ObservedLoss | None:
-        """The observed loss of another graph, scaled to the size of this one's output."""
-        seen = next((graph for graph in self.graphs if graph.loss is not None), None)
-        if not planner.loss_is_outside or seen is None or seen.loss is None:
+    def _expected_loss(self, planner: GraphPlanner, same: SymbolicGraph | None = None
+                       ) -> ObservedLoss | None:
+        """The observed loss of another graph, or of the `same` one at other sizes, scaled to the
+        size of the output."""
+        graph = same or next((graph for graph in self.graphs if graph.loss is not None), None)
+        if not planner.loss_is_outside or graph is None or graph.loss is None:
             return None
-        assumed = planner.assumed_loss
-        if [each.flows for each in assumed.outputs] != [each.flows for each in seen.loss.outputs]:
+        of, seen, assumed = graph.loss_planner, graph.loss, planner.assumed_loss
+        if of is None or len(assumed.outputs) != len(seen.outputs) or (same is None and any(
+                each.flows != other.flows for each, other
+                in zip(assumed.outputs, seen.outputs, strict=True))):
             return None
-        scale = assumed.gradient_bytes / max(seen.loss.gradient_bytes, 1)
-        outputs = tuple(replace(each, until=other.until) for each, other
-                        in zip(assumed.outputs, seen.loss.outputs, strict=True))
+        before, after = (sum(each.size_bytes for each, other
+                             in zip(loss.outputs, seen.outputs, strict=True) if other.flows)
+                         for loss in (of.assumed_loss, assumed))
+        scale = after / before if before else 1.0
+        outputs = tuple(replace(each, flows=other.flows, until=other.until,
+                                size_bytes=each.size_bytes if other.size_bytes else 0)
+                        for each, other in zip(assumed.outputs, seen.outputs, strict=True))
         return replace(assumed, outputs=outputs,
-                       peak_bytes=math.ceil(scale * seen.loss.peak_bytes),
-                       held_bytes=math.ceil(scale * seen.loss.held_bytes))
+                       peak_bytes=math.ceil(scale * seen.peak_bytes),
+                       held_bytes=math.ceil(scale * seen.held_bytes))
 
     def _observe(self, graph: PlannedGraph, present: Present, output: Any) -> None:
         """Watch the loss and the backward as long as they are not known."""

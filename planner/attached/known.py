@@ -102,6 +102,8 @@ _TRIALS = 6
 """Number of plans tried until calls that keep memory at the same time fit together."""
 _CLOSE = 0.005
 """The search ends when its interval is below this fraction of the budget."""
+_LITTLE = 0.02
+"""Fraction of the budget that is not worth another search."""
 _PROVISIONAL_SHARE = 0.25
 """Fraction of the time limit for a plan that is made for one step."""
 
@@ -117,18 +119,21 @@ class GraphPlanner:
     def __init__(self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any],
                  planning: Planning, limit: Budget | None, batches_ahead: int = 0,
                  stepping: Callable[[], Sequence[Optimizer]] = tuple,
-                 symbolic: SymbolicStep | None = None,
+                 symbolic: SymbolicStep | None = None, earlier: Plan | None = None,
                  early: EarlyGradients | None = None, is_whole: bool = False) -> None:
         """Capture the step; raises `CaptureError`.  `batches_ahead`: how many batches the caller
         holds beside this one; `stepping`: the optimizers that were seen so far; `symbolic`: the
-        step's graph, where it was captured before with symbolic sizes; `early`: gradients that
-        hooks free as they come; `is_whole`: a deep model is one region, too."""
+        step's graph, where it was captured before with symbolic sizes; `earlier`: a plan of that
+        graph at other sizes; `early`: gradients that hooks free as they come; `is_whole`: a deep
+        model is one region, too."""
         self._is_whole = is_whole
         self.chose_blocks = False
         """True if the model is captured by its blocks because it is deep."""
         self._early = dict(early or {})
         self._planning, self._limit, self._batches_ahead = planning, limit, batches_ahead
         self._stepping, self._symbolic = stepping, symbolic
+        self._earlier = earlier
+        """The last plan of the whole step."""
         self._kept_code: TracedCode | None = None  # for another capture of the same call
         self._kept_regions: str | Sequence[str] | None = None
         self._has_captured = False
@@ -146,7 +151,7 @@ class GraphPlanner:
 
     def _capture(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
                  planning: Planning) -> None:
-        self._made: list[tuple[tuple[Known, int | None, str | None], PreparedStep]] = []
+        self._made: list[tuple[tuple[Known, int, str | None], PreparedStep]] = []
         self._input_bytes = sum(tensor.nbytes for tensor in output_tensors((args, kwargs)))
         planning = with_wrappers(model, planning)
         if planning.parallel is None:
@@ -375,8 +380,10 @@ class GraphPlanner:
                         time_limit=max(left, self._planning.time_limit / 2))
         with told_in_percent(self._limit, self._plain_bytes(known, prepared)):
             try:
-                return agreed(lambda: self._fitting(known, prepared, limit_bytes, effort),
-                              prepared, limit_bytes, effort)
+                self._earlier = agreed(
+                    lambda: self._fitting(known, prepared, limit_bytes, effort),
+                    prepared, limit_bytes, effort)
+                return self._earlier
             except InfeasibleBudget:
                 if not known.room_bytes:
                     raise
@@ -387,6 +394,8 @@ class GraphPlanner:
         """The plan that fits together with what its own schedule saves in other calls."""
         if known.is_lean:
             return self.leanest(known, limit_bytes)
+        if (earlier := self._as_earlier(known, prepared, limit_bytes)) is not None:
+            return earlier
         plan = plan_within(prepared, limit_bytes, effort)
         low_bytes = known.outside.least_pending_bytes(prepared.base.graph.gradient_bytes)
         needed_bytes = self._needed(known, prepared, plan)
@@ -407,6 +416,8 @@ class GraphPlanner:
                 needed_bytes = self._needed(known, prepared, found)
                 if needed_bytes <= tried_bytes:
                     best, high_bytes = (found, needed_bytes), tried_bytes
+                    if tried_bytes - needed_bytes <= _LITTLE * limit_bytes:
+                        break
                 else:
                     low_bytes = tried_bytes
             tried_bytes = (low_bytes + high_bytes) // 2
@@ -420,6 +431,16 @@ class GraphPlanner:
         raise InfeasibleBudget(
             limit_bytes, least.peak_bytes, f"Several calls of the model hold memory at once: other "
             f"calls {format_bytes(self._needed(known, prepared, least))} of it.")
+
+    def _as_earlier(self, known: Known, prepared: PreparedStep, limit_bytes: int | None
+                    ) -> Plan | None:
+        """The plan with the schedule of other sizes, or of a step of which less was known, if that
+        uses nearly all of the budget: another search would gain little."""
+        if self._earlier is None or limit_bytes is None:
+            return None
+        needed_bytes = self._needed(known, prepared, self._earlier)
+        found = self._accounted(known, self._earlier, needed_bytes, 0.0, limit_bytes)
+        return found if 0 <= limit_bytes - found.peak_bytes <= _LITTLE * limit_bytes else None
 
     def leanest(self, known: Known, limit_bytes: int | None = None) -> Plan:
         """The plan with the lowest peak found, within the budget or not."""
@@ -515,6 +536,8 @@ class GraphPlanner:
                   assumed_optimizer: str | None = None) -> PreparedStep:
         """The step ready to be planned; `pending_bytes`: what other calls hold, by default without
         what those of the same graph do."""
+        if pending_bytes is None:
+            pending_bytes = known.outside.least_pending_bytes(self._step.graph.gradient_bytes)
         key = known, pending_bytes, assumed_optimizer
         found = next((prepared for other, prepared in self._made if other == key), None)
         if found is None:
@@ -522,7 +545,7 @@ class GraphPlanner:
             self._made = [(key, found), *self._made[:_MOST_PREPARED - 1]]
         return found
 
-    def _prepare(self, known: Known, pending_bytes: int | None, assumed_optimizer: str | None
+    def _prepare(self, known: Known, pending_bytes: int, assumed_optimizer: str | None
                  ) -> PreparedStep:
         planning, step, parallel = self._planning, self._step, self._parallel
         loss, lives = known.loss, known.lives
@@ -547,8 +570,6 @@ class GraphPlanner:
         accumulates = known.accumulates
         if accumulates:
             step = with_earlier_gradients(step)
-        if pending_bytes is None:
-            pending_bytes = known.outside.least_pending_bytes(step.graph.gradient_bytes)
         held_bytes = known.outside.held_bytes
         step = with_held(step, max(0, held_bytes), max(0, pending_bytes + min(0, held_bytes)))
         prepared = prepare(step, tensors=self._tensors, inputs=self._inputs,

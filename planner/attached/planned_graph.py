@@ -65,6 +65,9 @@ class PlannedGraph:
         """True if it saves as little as it can, so that its companions fit beside it."""
         self.plain_bytes = 0
         """Peak of the plain step with it; 0: it was not planned yet."""
+        self.larger_bytes = 0
+        """Peak of the plain step of another graph, of which a percentage is taken where that of its
+        own step cannot be met."""
         self._looks: list[tuple[int, int]] = []  # the last two: number of the step, bytes
         self.checked = -1
         """Number of observations when its plan was last compared with them."""
@@ -93,6 +96,11 @@ class PlannedGraph:
     def saved_bytes(self) -> int:
         """Memory that a call keeps from the end of its forward to its backward; 0 if not known."""
         return 0 if self.planner is None else self.planner.saved_bytes
+
+    @property
+    def loss_planner(self) -> GraphPlanner | None:
+        """The planner of the step that its loss was observed in."""
+        return self.planner
 
     @property
     def plain_saved_bytes(self) -> int:
@@ -148,7 +156,7 @@ class PlannedGraph:
             fullest(each.outside(self) for each in presents)
             for presents in (self.moments, [*observed, *assumed], [*observed, *without]))
         return Outside(self.held_bytes + unforeseen_bytes, forward, backward, plain,
-                       max((each.plain_bytes for each in self.step_mates), default=0))
+                       max([self.larger_bytes, *(each.plain_bytes for each in self.step_mates)]))
 
     @property
     def is_observed(self) -> bool:
@@ -175,6 +183,14 @@ class PlannedGraph:
                 self.companions.add(found)
                 found.companions.add(self)
         return True
+
+    def compare(self, others: Iterable[PlannedGraph]) -> bool:
+        """Take percentages of the largest plain step from here on; return whether one of these
+        graphs has a larger one than was known."""
+        before = self.larger_bytes
+        self.larger_bytes = max([before, *(each.plain_bytes for each in others
+                                           if each is not self)])
+        return self.larger_bytes > before
 
     def share_step(self, others: Iterable[PlannedGraph]) -> bool:
         """Note that these graphs are called in the same step; return whether that is new."""

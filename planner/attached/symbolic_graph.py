@@ -24,9 +24,10 @@ from planner._apply.symbolic_code import Schedule, SymbolicCallable, SymbolicCod
 from planner._graph_capture.capture import SymbolicStep
 from planner._graph_capture.joint_graph.symbolic_sizes import Values
 from planner._graph_capture.module_forward import Forward, in_place_of_forward
-from planner._graph_capture.step.symbolic_region import NamedDimensions
-from planner._graph_capture.torch_compat import pytree
+from planner._graph_capture.step.symbolic_region import NamedDimensions, SymbolicRegion
+from planner._graph_capture.torch_compat import no_active_modes, pytree
 from planner.arguments.dynamic import size_name
+from planner.attached.known import GraphPlanner
 from planner.attached.planned_graph import PlannedGraph
 from planner.plans.plan import Plan
 from planner.step.other_sizes import SizedPeak
@@ -43,6 +44,10 @@ class SymbolicGraph(PlannedGraph):
         assert fixed.planner is not None
         self.plan, self.lives, self.plain_bytes = fixed.plan, fixed.lives, fixed.plain_bytes
         self.step_mates = fixed.step_mates.copy()
+        self.loss = fixed.loss
+        if fixed.unmeasured is not None:
+            self.loss = fixed.planner.measured(fixed.unmeasured)
+        self._fixed_planner = fixed.planner
         self.outputs = fixed.planner.graph_outputs
         self.target: SymbolicCallable | None = None
         """The graph that the plan is of."""
@@ -80,14 +85,33 @@ class SymbolicGraph(PlannedGraph):
         """Choose the sizes to plan for: those planned for so far where none of the call's is
         larger, else the call's own.  Returns a call that has them."""
         chosen = call
-        if self.call is not None and self.target in (None, target) and not self.values and all(
-                mine <= theirs for name, sizes in call.sizes.items()
-                for mine, theirs in zip(sizes, self.call.sizes[name], strict=True)):
+        if self.call is not None and (target is not self.target or not self.values) and (
+                self._serves_larger(target.region, call, self.call)):
             chosen = self.call
         self._is_for_more_sizes = target is self.target
         self.target, self.call = target, chosen
         self.values = target.region.values_at(self._named(chosen.sizes))
         return chosen
+
+    def _serves_larger(self, region: SymbolicRegion, call: Call, larger: Call) -> bool:
+        """True if the graph of a call is that of `larger` sizes, too."""
+        for name, sizes in call.sizes.items():
+            places = self.code.dimensions.get(name, {})
+            for place, (mine, theirs) in enumerate(zip(sizes, larger.sizes[name], strict=True)):
+                if mine > theirs or (mine < theirs and places.get(place) not in region.smallest):
+                    return False
+        serves: bool = region.serves(region.values_at(self._named(larger.sizes)))
+        return serves
+
+    @property
+    def loss_planner(self) -> GraphPlanner | None:
+        """The planner of the sizes for which its loss is known."""
+        return self.planner or self._fixed_planner
+
+    @property
+    def earlier(self) -> Plan | None:
+        """The last plan of the graph at other sizes than those that were chosen."""
+        return self.plan if self._is_for_more_sizes else None
 
     def _named(self, sizes: Mapping[str, Sequence[int]]) -> dict[str, int]:
         return {size: sizes[name][place] for name, places in self.code.dimensions.items()
@@ -131,8 +155,10 @@ class SymbolicGraph(PlannedGraph):
         planned_for, limit_bytes = self.values, max(plan.budget_bytes or 0, plan.peak_bytes)
 
         def fits(values: Values) -> bool:
-            return (plan.budget_bytes is None or values == planned_for
-                    or peak.is_within(limit_bytes, region.named(values)))
+            if plan.budget_bytes is None or values == planned_for:
+                return True
+            with no_active_modes():  # it is no part of a step that is watched
+                return peak.is_within(limit_bytes, region.named(values))
 
         made = self.target.adopt(plan.spec, fits, instead=not self._is_for_more_sizes)
         self._is_for_more_sizes = False

@@ -39,10 +39,12 @@ class SymbolicGraphs:
         """The graph for a call which no graph with fixed sizes is for, or, `at_once`, for any; or
         `None`."""
         fixed = [graph for graph in graphs if not isinstance(graph, SymbolicGraph)]
-        if call in self._fixed or running_node_number() is not None or (
-                not at_once and any(graph.call == call for graph in fixed)):
-            return None
         kind = call.without_sizes
+        is_made = self._by_call.get(kind) is not None
+        if call in self._fixed or running_node_number() is not None or (
+                not at_once and any(graph.call == call and not (is_made and graph.is_provisional)
+                                    for graph in fixed)):
+            return None
         if kind not in self._by_call:
             found = next((graph for graph in fixed if graph.planner is not None and graph.call
                           and graph.call.without_sizes == kind

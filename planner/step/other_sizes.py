@@ -26,7 +26,13 @@ import torch
 from planner._apply.rewrite_spec import KernelCall, NamedDimension, SizeRange, SymbolicSizes
 from planner._apply.size_expressions import argument, call, number, written
 from planner._graph_capture.memory.allocator import allocated_bytes
-from planner._graph_capture.torch_compat import FakeTensorMode, OpOverload, pytree, schema_of
+from planner._graph_capture.torch_compat import (
+    FakeTensorMode,
+    OpOverload,
+    fake_tensor,
+    pytree,
+    schema_of,
+)
 from planner._graph_capture.training_graph import LOSS_BACKWARD, Phase
 from planner.solvers.problem import Schedule
 from planner.solvers.simulator import simulate
@@ -176,8 +182,8 @@ class SizedPeak:
         mode = FakeTensorMode()
 
         def made(dtype: torch.dtype, shape: Sequence[int], stride: Sequence[int]) -> Any:
-            with mode:
-                return torch.empty_strided(shape, stride, dtype=dtype, device=self._device)
+            return fake_tensor(mode, torch.empty_strided(shape, stride, dtype=dtype, device="meta"),
+                               self._device)
 
         for each in self._sizes.kernels:
             name, args, kwargs = call(each.call, values, made)

@@ -158,10 +158,11 @@ def test_second_process_measures_nothing(probe, tmp_path: Path, monkeypatch):
     call = (aten._safe_softmax.default, torch.randn(32, 48), -1)
     first = probed(probe, *call)
     monkeypatch.setattr(OpProbe, "_measure", None)
+    monkeypatch.setattr(op_probe, "_read", {})
     assert probed(OpProbe("cpu", directory=tmp_path), *call) == first > 0
 
 
-def test_damaged_cache_is_skipped(tmp_path: Path):
+def test_damaged_cache_is_skipped(tmp_path: Path, monkeypatch):
     cache = OpCache("here", tmp_path)
     cache.put("a", 3)
     (path,) = tmp_path.iterdir()
@@ -169,6 +170,7 @@ def test_damaged_cache_is_skipped(tmp_path: Path):
                      b'{"key": 1, "value": 2}\n'
                      b'{"key": "negative", "value": -1}\n{"key": "b"')
     OpCache("here", tmp_path).put("c", 4.5)
+    monkeypatch.setattr(op_probe, "_read", {})  # as another process
     again = OpCache("here", tmp_path)
     assert [again.get(key) for key in ("a", "b", "c", "torn", "negative")] == [
         3, None, 4.5, None, None]
@@ -176,6 +178,20 @@ def test_damaged_cache_is_skipped(tmp_path: Path):
     path.unlink()
     path.mkdir()  # neither readable nor writable as a file
     OpCache("here", tmp_path).put("d", 1)
+
+
+def test_a_file_is_read_once_and_what_others_append_is_seen(tmp_path: Path, monkeypatch):
+    OpCache("here", tmp_path).put("a", 3)
+    (path,) = tmp_path.iterdir()
+    parsed = []
+    monkeypatch.setattr(op_probe.json, "loads", lambda line, of=op_probe.json.loads: (
+        parsed.append(line), of(line))[1])
+    OpCache("here", tmp_path)
+    with path.open("ab") as file:
+        file.write(b'{"key": "b", "value": 5}\n')
+    again = OpCache("here", tmp_path)
+    assert (again.get("a"), again.get("b")) == (3, 5)
+    assert parsed.count(b'{"key": "a", "value": 3}') == 1
 
 
 def test_cache_directory(monkeypatch, tmp_path: Path):

@@ -12,6 +12,7 @@ from torch import nn
 import planner
 from planner._graph_capture.memory.allocator import record_peak
 from planner._graph_capture.module_forward import forward_override
+from planner.attached import known
 from planner.attached.symbolic_graph import SymbolicGraph
 from tests.support.sized_models import Attending, tokens
 
@@ -104,3 +105,83 @@ def test_a_backward_may_come_twice():
         once = model[0].weight.grad.clone()
         loss.backward()
     torch.testing.assert_close(model[0].weight.grad, 2 * once)
+
+
+class Encoder(nn.Module):
+    """Positions from a buffer; the loss reads the first of its two outputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.places = nn.Embedding(50, 32), nn.Embedding(128, 32)
+        self.register_buffer("positions", torch.arange(128))
+        self.inside, self.outside = nn.Linear(32, 64), nn.Linear(64, 32)
+
+    def forward(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        hidden = self.embed(tokens) + self.places(self.positions[:tokens.shape[1]])
+        hidden = hidden + self.outside(nn.functional.gelu(self.inside(hidden)))
+        return hidden, hidden[:, 0].tanh()
+
+
+def train(model: nn.Module, lengths: list[tuple[int, ...]]) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    for step in lengths:
+        sum(model(tokens(4, length))[0].square().mean() for length in step).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_two_calls_of_two_lengths_before_one_backward():
+    plain = Encoder()
+    model = planner.within(copy.deepcopy(plain), "90%")
+    lengths = [(64, 48), (50, 60)]
+    for each in (plain, model):
+        train(each, lengths)
+    for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs)
+
+
+def test_a_larger_size_is_planned_once_as_the_loss_is_known():
+    model = planner.within(Encoder(), "90%")
+    train(model, [(64,), (48,), (48,), (80,), (70,), (100,)])
+    assert planner.status(model).plans == 4  # for 64 with fixed sizes; for 64, 80 and 100
+
+
+def test_a_schedule_that_leaves_little_is_taken_at_larger_sizes(monkeypatch):
+    searches = []
+    search = known.plan_within
+    monkeypatch.setattr(known, "plan_within",
+                        lambda *args, **kwargs: (searches.append(args), search(*args, **kwargs))[1])
+    model = planner.within(Encoder(), "90%")
+    train(model, [(64,), (48,), (48,)])
+    monkeypatch.setattr(known, "_LITTLE", 1.0)
+    searches.clear()
+    train(model, [(80,), (100,)])
+    assert symbolic_of(model).plan.peak_bytes <= symbolic_of(model).plan.budget_bytes
+    assert not searches
+
+
+def train_attending(model: nn.Module, shapes: list[tuple[int, int]]) -> list[int]:
+    optimizer = torch.optim.AdamW(model.parameters())
+    budgets = []
+    for shape in shapes:
+        model(tokens(*shape)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        plan = planner.plan_of(model)
+        assert plan.peak_bytes <= plan.budget_bytes
+        budgets.append(plan.budget_bytes)
+    return budgets
+
+
+@pytest.mark.slow
+def test_a_percentage_that_a_last_batch_of_one_cannot_meet_is_one_of_the_largest_step():
+    budgets = train_attending(planner.within(Attending(), "75%"), [(8, 64), (8, 48), (1, 8)])
+    assert budgets[1] == budgets[2]
+
+
+@pytest.mark.slow
+def test_another_symbol_is_planned_for_the_largest_sizes_so_far():
+    model = planner.within(Attending(), "75%")
+    train_attending(model, [(8, 64), (8, 48), (3, 20), (5, 60), (8, 63)])
+    assert symbolic_of(model).code.compilations == 2
+    assert planner.status(model).plans == 3
