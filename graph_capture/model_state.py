@@ -24,7 +24,7 @@ def remembered_state(model: nn.Module) -> Callable[[], None]:
         with torch.no_grad():
             for buffer, before in buffers:
                 # An earlier call may have saved it: autograd counts what is written to it.
-                if not torch.equal(buffer, before):
+                if buffer.layout is not torch.strided or not torch.equal(buffer, before):
                     buffer.copy_(before)
         restore_random()
 
