@@ -16,6 +16,7 @@ Blind spot: the loss's memory is that of the first step; later growth is not obs
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -123,7 +124,8 @@ class GraphPlanner:
         holds beside this one; `stepping`: the optimizers that were seen so far; `symbolic`: the
         step's graph, where it was captured before with symbolic sizes; `early`: gradients that
         hooks free as they come; `is_whole`: a deep model is one region, too."""
-        self._is_whole = is_whole
+        self.is_whole = is_whole
+        """True if no plan by blocks fits, so that a deep model is one region, too."""
         self.chose_blocks = False
         """True if the model is captured by its blocks because it is deep."""
         self._early = dict(early or {})
@@ -135,9 +137,6 @@ class GraphPlanner:
         self.has_control_flow = False
         """True if values of tensors decide the step's control flow."""
         self._capture(model, args, dict(kwargs), planning)
-        self._with_loss: tuple[tuple[ObservedLoss, int], CapturedStep] | None = None
-        self._captured_with: ObservedLoss | None = None  # the loss that the step was captured with
-        self._captured_without_output = False
         self.saved_bytes = 0
         """Memory that a call keeps from the end of its forward to its backward, under the last
         plan."""
@@ -146,6 +145,9 @@ class GraphPlanner:
 
     def _capture(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
                  planning: Planning) -> None:
+        self._with_loss: tuple[tuple[ObservedLoss, int], CapturedStep] | None = None
+        self._captured_with: ObservedLoss | None = None  # the loss that the step was captured with
+        self._captured_without_output = False
         self._made: list[tuple[tuple[Known, int | None, str | None], PreparedStep]] = []
         self._input_bytes = sum(tensor.nbytes for tensor in output_tensors((args, kwargs)))
         planning = with_wrappers(model, planning)
@@ -204,7 +206,7 @@ class GraphPlanner:
         self._signature = signature_of(model, args, kwargs)
 
     def _may_be_by_blocks(self, planning: Planning) -> bool:
-        return (planning.regions is None and self.is_alone and not self._is_whole
+        return (planning.regions is None and self.is_alone and not self.is_whole
                 and self._symbolic is None and planning.backend == "eager"
                 and planning.budget_of == "allocated" and not planning.chunks and not self._early)
 
@@ -277,7 +279,7 @@ class GraphPlanner:
         if known.lets_output_go:
             planning = replace(planning, hold_output=False)
         self._capture(model, args, dict(kwargs), planning)
-        self._captured_with, self._with_loss = known.loss, None
+        self._captured_with = known.loss
         self._captured_without_output = known.lets_output_go
 
     def _may_free(self, planning: Planning) -> bool:
@@ -365,7 +367,24 @@ class GraphPlanner:
             seen = replace(seen, forward_peak_bytes=None)
         return seen
 
-    def plan(self, known: Known) -> Plan:
+    def plan(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], known: Known, *,
+             is_provisional: bool) -> Plan:
+        """The plan for a call, all of whose step is known or some of it assumed; raises
+        `InfeasibleBudget`.  A deep model that does not fit by blocks is captured again as one
+        region."""
+        make = self._provisional_plan if is_provisional else self._final_plan
+        if self.chose_blocks:
+            with suppress(InfeasibleBudget):
+                plan = make(known)
+                if plan.limited_bytes <= (plan.budget_bytes or math.inf):
+                    return plan
+            self.is_whole = True
+            self._capture(model, args, kwargs, self._planning)
+            if not is_provisional and self.needs_capture_for(known):
+                self.capture_again(model, args, kwargs, known)
+        return make(known)
+
+    def _final_plan(self, known: Known) -> Plan:
         """The plan for a fully known step; raises `InfeasibleBudget`."""
         started = time.monotonic()
         prepared = self._prepared(known)
@@ -465,7 +484,7 @@ class GraphPlanner:
             schedule, variant.net_peak_bytes(schedule), 1 + plan.overhead, 1.0, 1 + bound,
             "feasible", plan.solve_seconds or 0.0, plan.solver))
 
-    def provisional_plan(self, known: Known) -> Plan:
+    def _provisional_plan(self, known: Known) -> Plan:
         """A plan for a step whose optimizer or loss is not known yet, within the budget and with as
         much headroom for them as possible.
 
