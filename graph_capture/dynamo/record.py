@@ -27,9 +27,7 @@ from planner._graph_capture.dynamo.captured_graphs import (
 from planner._graph_capture.dynamo.stub_graphs import (
     StubResults,
     carrier_of,
-    stub_backward,
-    stub_forward,
-    stub_graphs_of,
+    compiled_as_stubs,
 )
 from planner._graph_capture.dynamo.traced_code import TracedCode, TracedGraph, as_written
 from planner._graph_capture.dynamo.uncaptured import GapTracker, UncapturedCode
@@ -314,29 +312,19 @@ class _Recorder:
 
     def __call__(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         mode, device, planned = self.mode, self.device, self.planned
-        region: RecordedRegion | None = None
         name_modules(module, self.model.get_submodule(self.running_block()))
 
-        def partition(
-            joint: fx.GraphModule, joint_inputs: object, *, num_fwd_outputs: int, **_: object
-        ) -> tuple[fx.GraphModule, fx.GraphModule]:
-            nonlocal region
-            region = RecordedRegion(
-                joint if planned == device else on_device(joint, planned), joint, num_fwd_outputs,
-                primal_sources(primals_of(joint)))
-            return stub_graphs_of(joint, num_fwd_outputs)
+        def region_of(joint: fx.GraphModule, num_outputs: int) -> RecordedRegion:
+            return RecordedRegion(joint if planned == device else on_device(joint, planned), joint,
+                                  num_outputs, primal_sources(primals_of(joint)))
 
-        def forward(graph: fx.GraphModule, _: object) -> Callable[..., Any]:
-            if region is not None:
-                return stub_forward(graph, region)
+        def without_gradient(graph: fx.GraphModule) -> Callable[[list[Any]], Any]:
             results = StubResults(graph, None, mode, device)
             return boxed(lambda args: results.outputs())
 
-        def backward(graph: fx.GraphModule, _: object) -> Callable[..., Any]:
-            return stub_backward(graph)
-
         branches = branches_of(module)
-        compiled = self.make_backend(partition, forward, backward)(module, list(inputs))
+        compiled, region = compiled_as_stubs(module, inputs, region_of, without_gradient,
+                                             make_backend=self.make_backend)
         graph = TracedGraph(region, module, self.running_block(), branches, compiled)
         self.follow(graph)
         self.graphs.append(graph)
