@@ -77,7 +77,7 @@ class RecordedRegion:
     cotangents: list[tuple[bool, ...]] = field(default_factory=list)
     """For each run of its backward, the outputs into which a gradient flowed."""
     forward: Callable[[list[Any]], tuple[Sequence[Any], torch.Tensor]] = field(init=False)
-    """What runs in its place; see `Exchangeable`."""
+    """Code that runs in its place; see `Exchangeable`."""
 
 
 @dataclass(frozen=True)
@@ -95,9 +95,16 @@ class RegionCall:
 
 @dataclass
 class Recording:
-    """The calls of captured regions in one step, in order."""
+    """One recorded step."""
 
+    fake_copy: FakeCopy
+    """The copy of the model that ran."""
+    loss_fn: LossFn | None = None
+    """The loss function of that copy."""
+    output: object = None
+    """The output of its forward."""
     calls: list[RegionCall] = field(default_factory=list)
+    """The calls of captured regions, in order."""
     inference_graphs: int = 0
     """Number of captured graphs that need no gradient."""
     uncaptured: UncapturedCode | None = None
@@ -111,7 +118,7 @@ class Recording:
     calls_again: int = 0
     """Number of region calls when the step ran for the second time."""
     code: TracedCode | None = None
-    """What was compiled, for the model itself to run, where it is kept."""
+    """Compiled code that the model itself may run, if it was kept."""
 
     @property
     def is_repeatable(self) -> bool:
@@ -162,7 +169,7 @@ def record_step(fake_copy: FakeCopy, run_step: RunStep, workspace: Workspace,
     are kept for it.  `code`: is run, compiled as far as it is not yet, and kept for the model to
     run.
     """
-    recording = Recording()
+    recording = Recording(fake_copy)
     recorder = _Recorder(fake_copy, recording, _for_inductor if compiled else aot_backend)
     model, installed, repeated = _compiled(fake_copy, blocks, recorder, compiled, captures_rest,
                                            code)
@@ -410,16 +417,16 @@ def record_training_step(
     fake_copy: FakeCopy, loss_fn: LossFn | None, workspace: Workspace, blocks: Sequence[str], *,
     compiled: bool, wrapper: Wrapper | None = None, holds_output: bool = True,
     captures_rest: bool = False, keeps_code: bool = False, code: TracedCode | None = None,
-) -> tuple[Recording, object]:
-    """One captured step of the fake copy (see `record_step`), and what its forward returned.
-    `holds_output`: the caller keeps the output alive until the backward ends.
+) -> Recording:
+    """One captured step of the fake copy (see `record_step`).  `holds_output`: the caller keeps
+    the output alive until the backward ends.
 
     Some models change in their first call (transformers installs hooks), which breaks the graph
     once.  So a step of several regions, or of none, is captured again.
     """
     wrapper = wrapper or Wrapper()
 
-    def record(code: TracedCode | None) -> tuple[Recording, object]:
+    def record(code: TracedCode | None) -> Recording:
         outputs: list[object] = []
 
         def run(model: Callable[..., Any], before_backward: Callable[[], object]) -> object:
@@ -433,20 +440,21 @@ def record_training_step(
             goal.backward()
             return goal, wrapper.finish()
 
-        return record_step(fake_copy, run, workspace, blocks, wrapper, compiled=compiled,
-                           captures_rest=captures_rest, code=code), outputs[0]
+        recording = record_step(fake_copy, run, workspace, blocks, wrapper, compiled=compiled,
+                                captures_rest=captures_rest, code=code)
+        recording.loss_fn, recording.output = loss_fn, outputs[0]
+        return recording
 
     def new_code() -> TracedCode | None:
         return TracedCode() if keeps_code else None
 
-    chosen = record(code or new_code())
-    first = chosen[0]
+    chosen = first = record(code or new_code())
     if not ((blocks and first.is_repeatable) or len(first.calls) == 1):
         again = record(new_code())
-        if again[0].calls and (not first.calls or not first.is_repeatable
-                               or len(again[0].calls) < len(first.calls)):
+        if again.calls and (not first.calls or not first.is_repeatable
+                            or len(again.calls) < len(first.calls)):
             chosen = again
-    chosen[0].check_repeatable()
+    chosen.check_repeatable()
     return chosen
 
 
