@@ -11,6 +11,8 @@ import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 if TYPE_CHECKING:
     from torch import nn
 
@@ -24,8 +26,6 @@ def split_inputs(model: nn.Module, inputs: object) -> tuple[tuple[Any, ...], dic
     `None` stands for `model.example_input_array` (Lightning), else `model.dummy_inputs` (Hugging
     Face).  Raises `TypeError` for any other type and `ValueError` if there are no inputs.
     """
-    import torch
-
     if inputs is None:
         inputs = _own_example(model)
     if isinstance(inputs, torch.Tensor):
@@ -75,8 +75,6 @@ def describe_inputs(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, 
 
 
 def _describe(value: object) -> Any:
-    import torch
-
     if isinstance(value, torch.Tensor):
         return {"shape": list(value.shape), "dtype": str(value.dtype).removeprefix("torch.")}
     if isinstance(value, Mapping):

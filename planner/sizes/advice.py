@@ -20,6 +20,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Unpack
 
+from planner._graph_capture.op_costs.devices import device_model
 from planner.arguments.budget import absolute_budget
 from planner.arguments.parallel import DataParallel
 from planner.arguments.planning import PlanArguments, Planning, check_count, takes_planning
@@ -212,8 +213,6 @@ class _Counsel:
         return self.effective_batch // micro_batch
 
     def _seconds_per_sample(self, micro_batch: int, step: PreparedStep, overhead: float) -> float:
-        from planner._graph_capture.op_costs.devices import device_model
-
         count, graph = self._accumulation(micro_batch), step.base.graph
         # A sum reads both gradients and writes one.
         device = device_model(graph.device, gpu=self.steps.planning.gpu)

@@ -21,6 +21,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from torch import __version__
+
 from planner._graph_capture.memory.caching_allocator import (
     CachingAllocator,
     Handle,
@@ -67,8 +69,6 @@ def replay_loop(loop: LoopTrace, workspace_bytes: int = 0, *, expandable: bool =
 
     `workspace_bytes`: of cuBLAS, for each of the two threads.
     """
-    from torch import __version__
-
     trace = loop.trace
     allocator = CachingAllocator(expandable=expandable,
                                  first_made=takes_first_made(__version__))
