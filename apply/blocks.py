@@ -257,7 +257,7 @@ class SharedCode:
     """Blocks that run the same compiled code."""
 
     kind: tuple[object, ...]
-    """What these blocks have in common."""
+    """Properties that these blocks share."""
     blocks: tuple[str, ...]
     regions: tuple[int, ...]
     """Regions of the first block, then those of the next."""

@@ -103,7 +103,7 @@ class _Traced:
     schedules: dict[str, _Scheduled] = field(default_factory=dict)
     """By block."""
     unlike: dict[str, Callable[..., Any]] = field(default_factory=dict)
-    """What runs in its place in blocks of which it is not the plan's graph."""
+    """Code that runs instead in blocks of which it is not the plan's graph."""
     running: _Scheduled | None = None
 
     def forward(self, args: list[Any]) -> tuple[Sequence[Any], torch.Tensor]:
@@ -226,7 +226,7 @@ class PlanBackend(OutputWatcher):
         return names_in_model(model, inputs)
 
     def _fallen_back(self, module: fx.GraphModule, mismatch: PlanMismatch) -> Callable[..., Any]:
-        """What runs in the place of a graph that is not the plan's, if anything may; else raise."""
+        """Code that runs in the place of a graph that is not the plan's; raises where none may."""
         if self.is_trial or not (self.fallback and self.has_begun):
             raise mismatch
         warnings.warn("a part of this step is not the planned one; it runs under the schedule "
@@ -236,7 +236,7 @@ class PlanBackend(OutputWatcher):
 
     def _fixed(self, module: fx.GraphModule, inputs: Sequence[Any], given: Sequence[str | None],
                branches: Sequence[Branch]) -> Callable[..., Any]:
-        """What code calls in the place of a graph, compiled for good."""
+        """Code that is called in the place of a graph, compiled for good."""
         match: Match | None = None
         watched: Sequence[int] = ()
 
@@ -272,7 +272,7 @@ class PlanBackend(OutputWatcher):
     def _exchangeable(self, module: fx.GraphModule, inputs: Sequence[Any],
                       given: Sequence[str | None], branches: Sequence[Branch]
                       ) -> Callable[..., Any]:
-        """What code calls in the place of a graph, under whatever schedule it has then."""
+        """Code that is called in the place of a graph, under whatever schedule it has then."""
         def target_of(joint: fx.GraphModule, num_outputs: int) -> _Traced:
             traced = _Traced(module, joint, num_outputs, {self.block: given})
             traced.schedules = self._schedules(traced)
@@ -347,7 +347,7 @@ class PlanBackend(OutputWatcher):
 
     def _calling(self, compiled: Callable[..., Any], branches: Sequence[Branch], *,
                  leaves_no_trace: bool = False) -> Callable[..., Any]:
-        """What code calls in the place of a graph; `compiled`: runs it."""
+        """Code that is called in the place of a graph; `compiled`: runs it."""
 
         def call(*args: Any) -> Any:
             for branch in branches:

@@ -153,7 +153,7 @@ class SymbolicBackend(OutputWatcher):
         self.compilations = self.planned_runs = 0
         self.has_run = self.has_begun = self.is_trial = False
         self.returned: Sequence[Any] = ()
-        """What the graph has returned in a trial."""
+        """Values that the graph has returned in a trial."""
 
     def __call__(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         self.compilations += 1

@@ -263,7 +263,7 @@ def _ids() -> torch.Tensor:
 
 
 def _known(row: SetUp) -> bool:
-    """Whether what this row needs is installed."""
+    """True if the libraries that this row needs are installed."""
     return (row.weights, row.optimizer) in (("bf16", "adamw"), ("lora", "adamw")) or (
         find_spec("bitsandbytes") is not None)
 

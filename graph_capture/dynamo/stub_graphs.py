@@ -113,7 +113,7 @@ def _stub_graphs_of(joint: fx.GraphModule, num_outputs: int
 
 
 def _stub_forward(graph: fx.GraphModule, target: Exchangeable) -> Callable[[list[Any]], Any]:
-    """What AOTAutograd calls as this forward, of the graphs of `_stub_graphs_of`."""
+    """Code that AOTAutograd calls as this forward, of the graphs of `_stub_graphs_of`."""
     inputs = [node.name for node in graph.graph.find_nodes(op="placeholder")]
     outputs = [getattr(node, "name", None) for node in graph.graph.output_node().args[0]]
     # It saves the symbols among its inputs that are sizes of cotangents.
@@ -128,7 +128,7 @@ def _stub_forward(graph: fx.GraphModule, target: Exchangeable) -> Callable[[list
 
 
 def _stub_backward(graph: fx.GraphModule) -> Callable[[list[Any]], Any]:
-    """What AOTAutograd calls as this backward, of the graphs of `_stub_graphs_of`."""
+    """Code that AOTAutograd calls as this backward, of the graphs of `_stub_graphs_of`."""
     given = graph.graph.find_nodes(op="placeholder")
     count = sum(map(is_cotangent, given))
     place = next(place for place, node in enumerate(given) if node.name == _CARRIER)

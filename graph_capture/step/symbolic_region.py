@@ -129,7 +129,7 @@ class SymbolicRegion:
 
     @contextlib.contextmanager
     def at(self, values: Values, *, low_peak: bool = False) -> Iterator[LoweredRegion]:
-        """One form where the symbols have these values; inside, its nodes hold numbers."""
+        """One variant where the symbols have these values; inside, its nodes hold numbers."""
         region, mode = self.variants[low_peak], FakeTensorMode()
         kept = [(node, node.meta["val"]) for node in region.joint.graph.nodes
                 if "val" in node.meta]

@@ -325,7 +325,7 @@ class GraphPlanner:
         return self._step.tracing.workspace
 
     def schedule_of(self, plan: Plan, known: Known) -> tuple[Variant, Schedule]:
-        """The form of the step that a plan made with `known` is of, and its schedule."""
+        """The variant of the step that a plan made with `known` is of, and its schedule."""
         prepared = self._prepared(known)
         prepared = self._prepared(known, self._needed(known, prepared, plan))
         variant = prepared.variant_of(plan.spec)
@@ -350,7 +350,7 @@ class GraphPlanner:
         return [own for own, fake in fake_copy.fake_of.items() if id(fake) not in inputs]
 
     def take_code(self) -> TracedCode | None:
-        """What was compiled for capture, once."""
+        """The compiled code that capture has kept; `None` from the second call on."""
         code, self._code = self._code, None
         return code
 
