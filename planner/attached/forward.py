@@ -101,8 +101,6 @@ _HOOKS = (
     "apply to the loss and all that is not planned")
 
 
-
-
 class PlanningForward(ObservingForward):
     """Forward override that plans the training steps of a model."""
 
@@ -200,10 +198,9 @@ class PlanningForward(ObservingForward):
         named = self._named_sizes(args, kwargs)
         symbolic = None if self.settings.on_new == "refuse" or self._early else (
             self._symbolic.graph_for(call, self.graphs, at_once=bool(named)))
-        if symbolic is not None:
-            ran, output = self._symbolic_step(symbolic, call, named, present, args, kwargs)
-            if ran:
-                return symbolic, output
+        if symbolic is not None and (found := self._symbolic_step(
+                symbolic, call, named, present, args, kwargs)):
+            return found
         refusal = ""
         known = self._served.get(call)
         for graph in sorted(self.graphs, key=lambda graph: graph is not known):
@@ -233,10 +230,9 @@ class PlanningForward(ObservingForward):
         graph = self._new_graph(call, present, args, kwargs)
         if named and symbolic is None:  # the first step has shown what the symbolic one is to be
             symbolic = self._symbolic.graph_for(call, [graph], at_once=True)
-            if symbolic is not None:
-                ran, output = self._symbolic_step(symbolic, call, named, present, args, kwargs)
-                if ran:
-                    return symbolic, output
+            if symbolic is not None and (found := self._symbolic_step(
+                    symbolic, call, named, present, args, kwargs)):
+                return found
         return graph, self._run(graph, args, kwargs)
 
     def _named_sizes(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> NamedDimensions:
@@ -254,9 +250,9 @@ class PlanningForward(ObservingForward):
 
     def _symbolic_step(self, graph: SymbolicGraph, call: Call, named: NamedDimensions,
                        present: Present, args: tuple[Any, ...], kwargs: dict[str, Any]
-                       ) -> tuple[bool, Any]:
+                       ) -> tuple[SymbolicGraph, Any] | None:
         """Run the step on a graph with symbolic sizes, planned for them where no plan serves them;
-        returns `False` where there is no such graph, and the output."""
+        returns the graph and the output, `None` where there is no such graph."""
         graph.note_sizes(call, named)
         for _ in range(_TRIES):
             self._bring_up_to_date(graph, call, present, args, kwargs)
@@ -267,22 +263,22 @@ class PlanningForward(ObservingForward):
                     self._plan_sizes(graph, unknown.graph, call, present, args, kwargs)
                 except CaptureError as error:
                     self._symbolic.give_up(graph, call, error)
-                    return False, None
+                    return None
             except InfeasibleBudget:
                 raise
             except PlanMismatch as error:
                 self._symbolic.give_up(graph, call, error)
-                return False, None
+                return None
             except Exception as error:  # whatever tracing the user's code raises
                 if graph.has_run:
                     raise
                 self._symbolic.give_up(graph, call, error)
-                return False, None
+                return None
             else:
                 graph.note_run()
                 if graph not in self.graphs:
                     self.graphs.insert(0, graph)
-                return True, output
+                return graph, output
         raise PlanMismatch("no schedule was found that serves these sizes")
 
     def _plan_sizes(self, graph: SymbolicGraph, target: SymbolicCallable, call: Call,
