@@ -42,6 +42,7 @@ from planner.search.planning import Effort, plan_within
 from planner.solvers.simulator import unroll
 from planner.step.lowering import host_link
 from planner.step.prepared import PreparedStep, prepare, with_sizes
+from planner.step.rank_layout import layout_of, regions_of_rank
 from planner.step.wrapped import beneath_wrappers, unwrapped, with_wrappers
 
 if TYPE_CHECKING:
@@ -305,7 +306,6 @@ def capture_call(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     was captured before with symbolic sizes; `early`: gradients that its loop uses and frees as they
     come; `keeps_code`: what is compiled is kept for the model to run; `code`: what was kept before
     of the same step."""
-    from planner.step.rank_layout import layout_of, regions_of_rank
     parallel, regions = planning.parallel, planning.regions
     if parallel is not None:
         regions = regions_of_rank(model, parallel, planning.regions)

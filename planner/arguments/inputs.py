@@ -9,12 +9,10 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-
-if TYPE_CHECKING:
-    from torch import nn
+from torch import nn
 
 _VARIANTS = ("a tuple of positional arguments, a mapping of keyword arguments, or one tensor "
              "(the only argument)")

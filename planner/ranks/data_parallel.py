@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 
 from planner._graph_capture.fake_copies.fake import device_planned_for, make_fake_copy
@@ -30,11 +31,10 @@ from planner.arguments.parallel import DataParallel, check_parallel
 from planner.arguments.planning import Planning
 from planner.step.breakdown import breakdown
 from planner.step.categories import MemoryByCategory
+from planner.step.rank_layout import layout_of
 from planner.step.wrapped import beneath_wrappers
 
 if TYPE_CHECKING:
-    import torch
-
     from planner._graph_capture.fake_copies.fake import FakeCopy
     from planner._graph_capture.memory.trace import MemoryTrace
     from planner._graph_capture.op_costs.devices import Gpu
@@ -133,7 +133,6 @@ def _trace(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
            parallel: DataParallel, loss_fn: Callable[[Any], torch.Tensor] | None,
            optimizer: object, device: torch.device | str | None, gpu: str | Gpu | None,
            probe: bool) -> RankMemory:
-    from planner.step.rank_layout import layout_of
     with quiet_fake_tensors():
         target = device_planned_for(model, device)
         fake_copy = make_fake_copy(beneath_wrappers(model, parallel), args, kwargs, device=target,

@@ -28,6 +28,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
 from planner._apply.blocks import code_of, run_step
 from planner._apply.call_signature import autocast_as_planned, input_tensors
@@ -46,8 +47,6 @@ from planner.running.applying import apply, steps_of
 from planner.step.wrapped import other_ranks, parallel_of, unwrapped
 
 if TYPE_CHECKING:
-    from torch import nn
-
     from planner.arguments.parallel import DataParallel
     from planner.plans.plan import Plan
 

@@ -18,7 +18,9 @@ import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import Any, Unpack
+
+from torch import nn
 
 from planner._graph_capture.op_costs.devices import device_model
 from planner.arguments.budget import absolute_budget
@@ -32,9 +34,6 @@ from planner.search.planning import plan_within, refusal
 from planner.sizes.bracketing import find_largest, secant
 from planner.sizes.sized_steps import MakeLoss, SizedSteps, factory_of, model_first
 from planner.step.prepared import PreparedStep
-
-if TYPE_CHECKING:
-    from torch import nn
 
 PLANS = 3
 """Number of micro-batches that are planned: the largest feasible ones."""

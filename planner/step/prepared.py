@@ -18,6 +18,7 @@ from planner.solvers.simulator import Timeline, unroll
 from planner.step.budget import StepBudget
 from planner.step.categories import PlainTimeline
 from planner.step.lowering import lower
+from planner.step.other_sizes import sizes_of
 from planner.step.reserved import StepSurroundings
 from planner.step.variant import Variant
 from planner.units import format_fraction
@@ -176,8 +177,6 @@ def prepare(step: CapturedStep, *, tensors: Sequence[ParameterKey], inputs: obje
 
 def with_sizes(prepared: PreparedStep, symbolic: SymbolicStep) -> PreparedStep:
     """The step as a function of named sizes of its inputs."""
-    from planner.step.other_sizes import sizes_of
-
     try:
         return replace(prepared, variants=tuple(
             replace(variant, sizes=sizes_of(symbolic, variant)) for variant in prepared.variants))
