@@ -129,7 +129,7 @@ class Recording:
         """Raise `CaptureError` if the second run of the step called another number of regions."""
         if not self.is_repeatable:
             raise CaptureError(
-                f"torch.compile captured {len(self.calls)} chunks of the step, and "
+                f"torch.compile captured {len(self.calls)} regions of the step, and "
                 f"{self.calls_again} when it ran again: it gave up on code in which the graph "
                 "breaks. Take that out of the model, or name blocks without it in regions")
 

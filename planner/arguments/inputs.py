@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-_VARIANTS = ("a tuple of positional arguments, a mapping of keyword arguments, or one tensor "
+_EXPECTED = ("a tuple of positional arguments, a mapping of keyword arguments, or one tensor "
              "(the only argument)")
 
 
@@ -37,7 +37,7 @@ def split_inputs(model: nn.Module, inputs: object) -> tuple[tuple[Any, ...], dic
     if isinstance(inputs, tuple):
         return inputs, {}
     remedy = "; make the list a tuple" if isinstance(inputs, list) else ""
-    raise TypeError(f"inputs must be {_VARIANTS}, got {type(inputs).__name__}{remedy}")
+    raise TypeError(f"inputs must be {_EXPECTED}, got {type(inputs).__name__}{remedy}")
 
 
 def join_inputs(
@@ -63,7 +63,7 @@ def _own_example(model: nn.Module) -> object:
         if example is not None:
             return example
     raise ValueError(f"{type(model).__name__} has neither example_input_array nor dummy_inputs: "
-                     f"pass inputs, {_VARIANTS}")
+                     f"pass inputs, {_EXPECTED}")
 
 
 def describe_inputs(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -190,8 +190,8 @@ class GraphPlanner:
                 except DataDependentValue as error:
                     raise CaptureError(f"{error.what or error}, {_NOT_FOLLOWED}") from error
                 self.has_control_flow = True
-                log.info("%s asks for values of tensors: its step is planned in the chunks that "
-                         "lie between, as this call takes them", type(model).__name__)
+                log.info("%s asks for values of tensors: its step is planned in the regions "
+                         "that lie between, as this call takes them", type(model).__name__)
         # On one device, the loop's other memory is measured: `planner.attached.held`.
         held_bytes = 0 if self.is_alone else self._batches_ahead * self._input_bytes
         if self._parallel is None and wrapping_data_parallel() is not None:
