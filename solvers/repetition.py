@@ -57,7 +57,11 @@ def runs_of(problem: Problem) -> tuple[Run, ...]:
         return all(same_source(*pair, period)
                    for pair in zip(ops[index].inputs, ops[index + period].inputs, strict=True))
 
-    described = [_description(problem, index) for index in range(len(problem))]
+    # Layers may be segments of their own; such segments are told apart by what they replay.
+    replayed = [tuple(home - number for home in segment.replays)
+                for number, segment in enumerate(problem.segments)]
+    described = [(*_description(problem, index), replayed[problem.segment_of[index]])
+                 for index in range(len(problem))]
     return tuple(find_runs(described, same_sources, 2, LEAST_SPARED))
 
 
@@ -85,10 +89,10 @@ def find_runs(described: Sequence[Hashable], same_sources: Callable[[int, int], 
 
 
 def _description(problem: Problem, index: int) -> tuple[object, ...]:
-    """All of an op except the origin of its inputs."""
+    """All of an op except its segment and the origin of its inputs."""
     op, storages = problem.ops[index], problem.storages
     return (op.cost, op.workspace_bytes, op.recomputable, op.replay_state_bytes, len(op.inputs),
-            tuple(op.inputs.index(s) for s in op.inplace), problem.segment_of[index],
+            tuple(op.inputs.index(s) for s in op.inplace),
             tuple((storages[s].size_bytes, storages[s].kept_to_end) for s in op.outputs))
 
 

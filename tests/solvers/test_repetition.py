@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from planner.solvers import Op, Problem, Storage, simulate, unroll
+from planner.solvers import Op, Problem, Segment, Storage, simulate, unroll
 from planner.solvers.cut_model import CutModel, _Program
 from planner.solvers.repetition import LEAST_SPARED, runs_of
 from tests.support.oracle_small import cheapest
@@ -44,10 +46,26 @@ def test_counting_never_says_more_than_telling_apart(data: st.DataObject) -> Non
         assert problem.keep_all_cost + apart.extra_bound <= best + 1e-6
 
 
+def _by_layers(problem: Problem) -> Problem:
+    """The same step, each layer's forward a segment of its own that the backward may replay."""
+    (run,), (_, *others) = runs_of(problem), problem.segments
+    starts = [0, *range(run.start + run.period, run.stop, run.period)]
+    layers = range(len(starts))
+    return replace(problem, segments=(
+        *(Segment(start, (number,)) for number, start in enumerate(starts)),
+        *(Segment(each.start, tuple(layers) if 0 in each.replays else ()) for each in others)))
+
+
 @pytest.mark.parametrize("fraction", [0.7, 0.5, 0.35])
 @pytest.mark.parametrize("layers", [4, 7])
-def test_with_one_cut_nothing_is_lost_by_counting(layers: int, fraction: float) -> None:
+@pytest.mark.parametrize("is_by_layers", [False, True])
+def test_with_one_cut_nothing_is_lost_by_counting(layers: int, fraction: float,
+                                                  is_by_layers: bool) -> None:
     problem = gpt(layers)
+    if is_by_layers:
+        whole, problem = problem, _by_layers(problem)
+        assert max(run.spared for run in runs_of(problem)) == max(
+            run.spared for run in runs_of(whole))
     timeline = unroll(problem, problem.keep_all_schedule)
     budget = int(fraction * timeline.peak_bytes)
     runs = runs_of(problem)
