@@ -141,7 +141,7 @@ class PlannedBlocks:
         def call(*args: Any, **kwargs: Any) -> Any:
             if not torch.is_grad_enabled():
                 return as_written(*args, **kwargs)
-            call_key = (code, _outline(args, kwargs)) if self._may_vary else ()
+            call_key = (code, _properties_of(args, kwargs)) if self._may_vary else ()
             if code is None or call_key in self._unlike:
                 self._runs += 1
                 return _checkpointed(as_written, args, kwargs)
@@ -227,7 +227,7 @@ _UNLIKE = 64
 """Remembered calls of blocks that the plan does not have."""
 
 
-def _outline(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[object, ...]:
+def _properties_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[object, ...]:
     """Properties of a call that the graph of a block may depend on."""
     leaves: list[Any] = pytree.tree_leaves((args, kwargs))
     return tuple((leaf.shape, leaf.dtype, leaf.requires_grad) if isinstance(leaf, torch.Tensor)

@@ -202,9 +202,9 @@ def capture_for(plan: Plan, model: nn.Module, inputs: object, **arguments: Any
     timeline = unroll(variant.problem, schedule_of(variant, spec))
     if build_spec(prepared, variant, timeline).regions != spec.regions:
         words = [] if prepared.signature is None else differences(spec, model, prepared.signature)
-        raise PlanMismatch("the plan was made for another step: " + (
-            "; ".join(words) or "its graph, blocks or ranks differ")
-            + ". Plan this model with these inputs anew")
+        why = ", ".join(words) or "its graph, blocks or ranks differ"
+        raise PlanMismatch(f"the plan was made for another step: {why}; plan this model with these "
+                           "inputs anew")
     return variant, timeline
 
 
