@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import Any, Unpack
 
 import torch
 from torch import nn
@@ -17,9 +17,13 @@ from planner._apply.call_signature import (
     signature_of,
     tensor_keys,
 )
-from planner._graph_capture.capture import capture_step, trace_symbolic
+from planner._graph_capture.capture import CapturedStep, SymbolicStep, capture_step, trace_symbolic
 from planner._graph_capture.dynamo.blocks import REPEATED_BLOCKS, has_repeated_blocks
+from planner._graph_capture.dynamo.traced_code import TracedCode
 from planner._graph_capture.fake_copies.fake import device_planned_for
+from planner._graph_capture.op_costs.headroom import ProbeHeadroom
+from planner._graph_capture.optimizer.in_backward import EarlyGradients
+from planner._graph_capture.plain_step.loss import LossFn
 from planner.arguments.budget import Budget, parse_budget
 from planner.arguments.dynamic import named_dimensions
 from planner.arguments.inputs import describe_inputs, split_inputs
@@ -39,20 +43,12 @@ from planner.search.agreement import agreed
 from planner.search.alternatives import told_in_percent, with_alternatives
 from planner.search.effort import USUAL_TIME_LIMIT
 from planner.search.planning import Effort, plan_within
-from planner.solvers.simulator import unroll
+from planner.solvers.simulator import Timeline, unroll
 from planner.step.lowering import host_link
 from planner.step.prepared import PreparedStep, prepare, with_sizes
 from planner.step.rank_layout import layout_of, regions_of_rank
+from planner.step.variant import Variant
 from planner.step.wrapped import beneath_wrappers, unwrapped, with_wrappers
-
-if TYPE_CHECKING:
-    from planner._graph_capture.capture import CapturedStep, SymbolicStep
-    from planner._graph_capture.dynamo.traced_code import TracedCode
-    from planner._graph_capture.op_costs.headroom import ProbeHeadroom
-    from planner._graph_capture.optimizer.in_backward import EarlyGradients
-    from planner._graph_capture.plain_step.loss import LossFn
-    from planner.solvers.simulator import Timeline
-    from planner.step.variant import Variant
 
 
 @takes_planning()

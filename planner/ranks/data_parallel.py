@@ -12,37 +12,30 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 
-from planner._graph_capture.fake_copies.fake import device_planned_for, make_fake_copy
-from planner._graph_capture.memory.trace import COMMUNICATION, Category
+from planner._graph_capture.fake_copies.fake import FakeCopy, device_planned_for, make_fake_copy
+from planner._graph_capture.memory.trace import COMMUNICATION, Category, MemoryTrace
 from planner._graph_capture.op_costs.costs import OpCosts
-from planner._graph_capture.op_costs.devices import compute_capability
+from planner._graph_capture.op_costs.devices import Gpu, compute_capability
 from planner._graph_capture.optimizer.step import trace_optimizer_steps
 from planner._graph_capture.plain_step.micro_batch import trace_micro_batch
 from planner._graph_capture.torch_compat import quiet_fake_tensors
-from planner._graph_capture.training_graph import BufferKind
+from planner._graph_capture.training_graph import BufferKind, OptimizerMemory
 from planner.api import capture_for
 from planner.arguments.inputs import split_inputs
 from planner.arguments.parallel import DataParallel, check_parallel
 from planner.arguments.planning import Planning
+from planner.plans.plan import Plan
+from planner.solvers.simulator import Timeline
 from planner.step.breakdown import breakdown
 from planner.step.categories import MemoryByCategory
-from planner.step.rank_layout import layout_of
+from planner.step.rank_layout import FullyShardedLayout, Replicated, layout_of
+from planner.step.variant import Variant
 from planner.step.wrapped import beneath_wrappers
-
-if TYPE_CHECKING:
-    from planner._graph_capture.fake_copies.fake import FakeCopy
-    from planner._graph_capture.memory.trace import MemoryTrace
-    from planner._graph_capture.op_costs.devices import Gpu
-    from planner._graph_capture.training_graph import OptimizerMemory
-    from planner.plans.plan import Plan
-    from planner.solvers.simulator import Timeline
-    from planner.step.rank_layout import FullyShardedLayout, Replicated
-    from planner.step.variant import Variant
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from planner._apply.rewrite_spec import CallSignature, ParameterKey, RewriteSpec
+from planner._graph_capture.capture import CapturedStep, SymbolicStep
 from planner._graph_capture.errors import CaptureError
 from planner._graph_capture.training_graph import StepVariant, TrainingGraph
 from planner.arguments.parallel import DataParallel
@@ -22,10 +24,6 @@ from planner.step.other_sizes import sizes_of
 from planner.step.reserved import StepSurroundings
 from planner.step.variant import Variant
 from planner.units import format_fraction
-
-if TYPE_CHECKING:
-    from planner._apply.rewrite_spec import CallSignature, ParameterKey, RewriteSpec
-    from planner._graph_capture.capture import CapturedStep, SymbolicStep
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,21 +5,22 @@ from __future__ import annotations
 import math
 import numbers
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 from torch import nn
 
 from planner._graph_capture.fake_copies.fake import device_planned_for
 from planner._graph_capture.op_costs.cuda_workspace import held_workspace_bytes
-from planner._graph_capture.op_costs.devices import device_model
+from planner._graph_capture.op_costs.devices import Gpu, device_model
 from planner._graph_capture.optimizer.named import optimizer_name
-from planner._graph_capture.optimizer.step import OptimizerSettings
+from planner._graph_capture.optimizer.step import OptimizerSettings, OptimizerTrace
 from planner._graph_capture.plain_step.loop import PlainLoop
 from planner.api import capture_for
 from planner.arguments.inputs import split_inputs
 from planner.arguments.parallel import DataParallel, check_parallel
 from planner.arguments.planning import Planning, check_in_backward
+from planner.plans.plan import Plan
 from planner.progress import Progress, watched
 from planner.step.loop_trace import LoopTrace, MicroBatches, TrainingLoop, compose
 from planner.step.planned_micro_batch import planned_micro_batch
@@ -28,11 +29,6 @@ from planner.step.reserved import expandable_segments, replay_loop
 from planner.step.wrapped import beneath_wrappers
 from planner.training_loop.breakdown import breakdown_of
 from planner.training_loop.report import MemoryReport
-
-if TYPE_CHECKING:
-    from planner._graph_capture.op_costs.devices import Gpu
-    from planner._graph_capture.optimizer.step import OptimizerTrace
-    from planner.plans.plan import Plan
 
 _ZERO_GRAD = ("after_step", "before_backward")
 _HOLD_OUTPUT = (True, False, "backward", "step", "loop")
