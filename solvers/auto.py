@@ -27,7 +27,7 @@ from planner.solvers.problem import Problem
 from planner.solvers.sqrt_n import sqrt_n
 from planner.solvers.task import Proposal, Task
 
-WORK, WORK_PER_OP = 3.0, 5e-4
+WORK, WORK_PER_OP = 4.0, 5e-4
 """Work (see `solvers.milp.MilpResult`) of the whole search."""
 PATIENCE = 0.35
 """The search ends after this fraction of its work without a gain of `WORTH`."""
