@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -30,7 +30,6 @@ from planner._apply.planned_code import (
     DID_MORE_OUTSIDE,
     CompiledCode,
     PlannedCode,
-    is_exchangeable,
     tensors_of,
 )
 from planner._apply.rewrite_spec import RewriteSpec
@@ -52,8 +51,10 @@ from planner._graph_capture.torch_compat import as_plain_code, called_unseen, py
 class PlannedBlocks:
     """Code of the blocks of a model under one rewrite spec; the counterpart of `PlannedCode`."""
 
-    def __init__(self, model: nn.Module, spec: RewriteSpec) -> None:
-        self._model = model
+    def __init__(self, model: nn.Module, spec: RewriteSpec, *, may_exchange: bool = False,
+                 traced: TracedCode | None = None) -> None:
+        """`may_exchange`, `traced`: as for `code_of`."""
+        self._model, self._may_exchange = model, may_exchange
         self.has_begun = False
         """True if the model's forward has begun; the part before the first block runs unchanged."""
         self.is_trial = False
@@ -66,52 +67,33 @@ class PlannedBlocks:
         self._alike: tuple[str, ...] = ()
         self._unlike: set[tuple[object, ...]] = set()  # calls of blocks that are not the plan's
         check_blocks(model, spec)
-        self._spec = spec
-        self._is_exchangeable = False
-        self._use(shared_code(spec))
-
-    def _use(self, shared: Sequence[SharedCode]) -> None:
-        made = [(_code_of_blocks(self._model, self._spec, each), each) for each in shared]
-        self._code_of = {name: code for code, each in made for name in each.blocks}
-        self._codes = [code for code, _ in made]
-
-    def make_exchangeable(self, code: TracedCode | None) -> None:
-        """As `PlannedCode.make_exchangeable`: blocks of one class share code whatever their
-        decisions."""
-        if not is_exchangeable(self._spec):
-            return
-        self._is_exchangeable = True
-        shared = self._by_class(self._spec)
-        self._use(shared)
-        for each, planned in zip(shared, self._codes, strict=True):
-            planned.make_exchangeable(code, self._model.get_submodule(each.blocks[0]))
+        self._codes = {
+            each.blocks: PlannedCode(model, model.get_submodule(each.blocks[0]), spec, each.regions,
+                                     may_exchange=may_exchange, traced=traced)
+            for each in self._shared(spec)}
+        self._code_of = {name: code for blocks, code in self._codes.items() for name in blocks}
 
     def exchange(self, spec: RewriteSpec) -> bool:
         """As `PlannedCode.exchange`."""
-        if not self._is_exchangeable or not is_exchangeable(spec):
-            return False
-        shared = self._by_class(spec)
-        if [each.blocks for each in shared] != [
-                each.blocks for each in self._by_class(self._spec)]:
-            return False
-        self._spec = spec
-        return all(code.exchange(spec, each.regions)
-                   for code, each in zip(self._codes, shared, strict=True))
+        shared = self._shared(spec)
+        return [each.blocks for each in shared] == [*self._codes] and all(
+            self._codes[each.blocks].exchange(spec, each.regions) for each in shared)
 
-    def _by_class(self, spec: RewriteSpec) -> tuple[SharedCode, ...]:
-        """Group blocks that torch may compile once."""
-        def kind(name: str, regions: Sequence[int]) -> tuple[object, ...]:
+    def _shared(self, spec: RewriteSpec) -> tuple[SharedCode, ...]:
+        """Group the blocks by what torch compiles once: where schedules are exchanged, blocks of
+        one class share code whatever their decisions."""
+        def kind(name: str) -> tuple[object, ...]:
             block = self._model.get_submodule(name)
             return bool(name), type(block), hooks_within(block)
 
-        return shared_code(spec, kind)
+        return shared_code(spec, kind if self._may_exchange else None)
 
     def fall_back(self, fallback: Fallback, *, may_vary: bool = False) -> None:
         """As `PlannedCode.fall_back`; a block that is not the plan's, where others have run, runs
         as it is written.  `may_vary`: calls run other blocks than the planned step did, or the same
         in another place; those that are not the plan's save their inputs alone."""
         self._falls_back = True
-        for code in self._codes:
+        for code in self._codes.values():
             code.fall_back(fallback)
         self._may_vary = may_vary
         others = self._model.get_submodule
@@ -130,7 +112,7 @@ class PlannedBlocks:
     @property
     def compilations(self) -> int:
         """Number of graphs compiled so far."""
-        return sum(code.compilations for code in self._codes)
+        return sum(code.compilations for code in self._codes.values())
 
     def __call__(self, module: nn.Module, own: Forward | None, /, *args: Any, **kwargs: Any
                  ) -> Any:
@@ -159,7 +141,7 @@ class PlannedBlocks:
         def call(*args: Any, **kwargs: Any) -> Any:
             if not torch.is_grad_enabled():
                 return as_written(*args, **kwargs)
-            call_key = (code, _outline(args, kwargs)) if self._may_vary else ()
+            call_key = (code, _properties_of(args, kwargs)) if self._may_vary else ()
             if code is None or call_key in self._unlike:
                 self._runs += 1
                 return _checkpointed(as_written, args, kwargs)
@@ -193,14 +175,19 @@ class PlannedBlocks:
 Code = PlannedCode | PlannedBlocks | SizedCode
 
 
-def code_of(model: nn.Module, spec: RewriteSpec) -> Code:
+def code_of(model: nn.Module, spec: RewriteSpec, *, may_exchange: bool = False,
+            traced: TracedCode | None = None) -> Code:
     """Return the code of a model under a rewrite spec; it is compiled at its first call.  Raises
-    `PlanMismatch` if the model lacks blocks of the rewrite spec."""
+    `PlanMismatch` if the model lacks blocks of the rewrite spec.
+
+    `may_exchange`: its `exchange` will be asked for; only where `is_exchangeable`.  `traced`: what
+    was compiled of the same graphs, which then runs in place of new code.
+    """
     if spec.blocks:
-        return PlannedBlocks(model, spec)
+        return PlannedBlocks(model, spec, may_exchange=may_exchange, traced=traced)
     if spec.sizes is not None:
         return SizedCode(model, spec)
-    return PlannedCode(type(model).__name__, model, spec)
+    return PlannedCode(model, model, spec, may_exchange=may_exchange, traced=traced)
 
 
 def attempt(code: Code | CompiledCode, module: nn.Module, own: Forward | None, /,
@@ -236,16 +223,11 @@ def check_blocks(model: nn.Module, spec: RewriteSpec) -> None:
                                "for this model")
 
 
-def _code_of_blocks(model: nn.Module, spec: RewriteSpec, shared: SharedCode) -> PlannedCode:
-    first = model.get_submodule(shared.blocks[0])
-    return PlannedCode(type(first).__name__, model, spec, shared.regions)
-
-
 _UNLIKE = 64
 """Remembered calls of blocks that the plan does not have."""
 
 
-def _outline(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[object, ...]:
+def _properties_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[object, ...]:
     """Properties of a call that the graph of a block may depend on."""
     leaves: list[Any] = pytree.tree_leaves((args, kwargs))
     return tuple((leaf.shape, leaf.dtype, leaf.requires_grad) if isinstance(leaf, torch.Tensor)
@@ -275,24 +257,23 @@ class SharedCode:
     """Blocks that run the same compiled code."""
 
     kind: tuple[object, ...]
-    """What these blocks have in common."""
+    """Properties that these blocks share."""
     blocks: tuple[str, ...]
     regions: tuple[int, ...]
     """Regions of the first block, then those of the next."""
 
 
 def shared_code(spec: RewriteSpec,
-                kind: Callable[[str, Sequence[int]], tuple[object, ...]] | None = None
+                kind: Callable[[str], tuple[object, ...]] | None = None
                 ) -> tuple[SharedCode, ...]:
     """Group the blocks of a rewrite spec (the whole model is one, called "") by `kind`, a function
-    of a block's name and regions; by default by their decisions."""
+    of a block's name; by default by their decisions."""
     regions: dict[str, list[int]] = {}
     for index, region in enumerate(spec.regions):
         regions.setdefault(region.block, []).append(index)
     alike: dict[tuple[object, ...], list[str]] = {}
     for name, indices in regions.items():
-        alike.setdefault(kind(name, indices) if kind else decisions_of(spec, indices),
-                         []).append(name)
+        alike.setdefault(kind(name) if kind else decisions_of(spec, indices), []).append(name)
     return tuple(SharedCode(common, tuple(blocks),
                             tuple(index for name in blocks for index in regions[name]))
                  for common, blocks in alike.items())

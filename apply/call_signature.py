@@ -25,7 +25,7 @@ from planner._graph_capture.module_hooks import hooks_and_classes_within
 
 
 def signature_of(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
-                     ) -> CallSignature:
+                 ) -> CallSignature:
     """Return the signature of the call `model(*args, **kwargs)` under the current settings."""
     own = own_forward(model)
     wrapper = None if own is None else (
@@ -33,7 +33,7 @@ def signature_of(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any
         .removesuffix(".<locals>.forward"))
     attention = getattr(getattr(model, "config", None), "_attn_implementation", None)
     return CallSignature(
-        inputs=tuple(_input_keys(_named_arguments(model, tuple(args), kwargs))),
+        inputs=tuple(_input_keys(_named_arguments(model, args, kwargs))),
         autocast=autocast_state(), wrapper=wrapper,
         attention=attention if isinstance(attention, str) else None)
 
@@ -99,7 +99,7 @@ def planned_sizes(signature: CallSignature) -> dict[str, tuple[int, ...]]:
 def input_tensors(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
                   ) -> dict[str, torch.Tensor]:
     """The tensors among the arguments of a call, by the names that `Call.sizes` has."""
-    return {name: value for name, value in _leaves(_named_arguments(model, tuple(args), kwargs))
+    return {name: value for name, value in _leaves(_named_arguments(model, args, kwargs))
             if isinstance(value, torch.Tensor)}
 
 
@@ -146,7 +146,7 @@ def differences(spec: RewriteSpec, model: nn.Module, now: CallSignature) -> list
     return found + words
 
 
-def _named_arguments(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+def _named_arguments(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
                      ) -> dict[str, Any]:
     """Return the arguments by name, including positional ones."""
     try:
@@ -234,7 +234,7 @@ def _dtype_and_sizes(kind: str) -> tuple[str, list[int]]:
 
 
 def _device_differences(planned: str, model: nn.Module) -> Iterator[str]:
-    here = {tensor.device.type for tensor in (*model.parameters(), *model.buffers())}
+    here = {tensor.device.type for tensor in (*model.parameters(), *model.buffers())} - {"meta"}
     kind = planned.partition(":")[0]
     if kind and here and kind not in here:
         yield (f"the plan was made for {kind}, whose kernels it names, and the model is on "

@@ -24,7 +24,7 @@ from planner._apply.outputs import OutputWatcher, places_to_watch, watch, withou
 from planner._apply.rewrite import RewrittenRegion, rewrite
 from planner._apply.rewrite_spec import OpKey, RegionSpec, RewriteSpec
 from planner._apply.same_step import difference_from_step, outputs_let_go
-from planner._graph_capture.dynamo.stub_graphs import stub_backward, stub_forward, stub_graphs_of
+from planner._graph_capture.dynamo.stub_graphs import compiled_as_stubs
 from planner._graph_capture.dynamo.traced_code import TracedCode
 from planner._graph_capture.errors import CaptureError
 from planner._graph_capture.joint_graph.joint import count_cotangents, primals_of
@@ -103,7 +103,7 @@ class _Traced:
     schedules: dict[str, _Scheduled] = field(default_factory=dict)
     """By block."""
     unlike: dict[str, Callable[..., Any]] = field(default_factory=dict)
-    """What runs in its place in blocks of which it is not the plan's graph."""
+    """Code that runs instead in blocks of which it is not the plan's graph."""
     running: _Scheduled | None = None
 
     def forward(self, args: list[Any]) -> tuple[Sequence[Any], torch.Tensor]:
@@ -226,7 +226,7 @@ class PlanBackend(OutputWatcher):
         return names_in_model(model, inputs)
 
     def _fallen_back(self, module: fx.GraphModule, mismatch: PlanMismatch) -> Callable[..., Any]:
-        """What runs in the place of a graph that is not the plan's, if anything may; else raise."""
+        """Code that runs in the place of a graph that is not the plan's; raises where none may."""
         if self.is_trial or not (self.fallback and self.has_begun):
             raise mismatch
         warnings.warn("a part of this step is not the planned one; it runs under the schedule "
@@ -236,7 +236,7 @@ class PlanBackend(OutputWatcher):
 
     def _fixed(self, module: fx.GraphModule, inputs: Sequence[Any], given: Sequence[str | None],
                branches: Sequence[Branch]) -> Callable[..., Any]:
-        """What code calls in the place of a graph, compiled for good."""
+        """Code that is called in the place of a graph, compiled for good."""
         match: Match | None = None
         watched: Sequence[int] = ()
 
@@ -272,31 +272,21 @@ class PlanBackend(OutputWatcher):
     def _exchangeable(self, module: fx.GraphModule, inputs: Sequence[Any],
                       given: Sequence[str | None], branches: Sequence[Branch]
                       ) -> Callable[..., Any]:
-        """What code calls in the place of a graph, under whatever schedule it has then."""
-        made: list[_Traced] = []
-
-        def partition(
-            joint: fx.GraphModule, joint_inputs: object, *, num_fwd_outputs: int, **_: object
-        ) -> tuple[fx.GraphModule, fx.GraphModule]:
-            traced = _Traced(module, joint, num_fwd_outputs, {self.block: given})
+        """Code that is called in the place of a graph, under whatever schedule it has then."""
+        def target_of(joint: fx.GraphModule, num_outputs: int) -> _Traced:
+            traced = _Traced(module, joint, num_outputs, {self.block: given})
             traced.schedules = self._schedules(traced)
-            made.append(traced)
-            return stub_graphs_of(joint, num_fwd_outputs)
+            return traced
 
-        def forward(graph: fx.GraphModule, _: object) -> Callable[..., Any]:
-            if made:
-                return stub_forward(graph, made[0])
+        def without_gradient(graph: fx.GraphModule) -> Callable[[list[Any]], Any]:
             self._leaves_no_trace = _leaves_no_trace(graph.graph)
             return boxed_callable(graph)
 
-        def backward(graph: fx.GraphModule, _: object) -> Callable[..., Any]:
-            return stub_backward(graph)
-
-        compiled = aot_backend(partition, forward, backward)(module, list(inputs))
-        self._traced += made
-        if not made:
+        compiled, traced = compiled_as_stubs(module, inputs, target_of, without_gradient)
+        if traced is None:
             return self._calling(compiled, branches, leaves_no_trace=self._leaves_no_trace)
-        return self._calling_traced(compiled, branches, made[0])
+        self._traced.append(traced)
+        return self._calling_traced(compiled, branches, traced)
 
     def run_kept(self, code: TracedCode) -> None:
         """Run the regions' graphs in code that was compiled of the same graphs."""
@@ -357,7 +347,7 @@ class PlanBackend(OutputWatcher):
 
     def _calling(self, compiled: Callable[..., Any], branches: Sequence[Branch], *,
                  leaves_no_trace: bool = False) -> Callable[..., Any]:
-        """What code calls in the place of a graph; `compiled`: runs it."""
+        """Code that is called in the place of a graph; `compiled`: runs it."""
 
         def call(*args: Any) -> Any:
             for branch in branches:

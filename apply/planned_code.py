@@ -150,24 +150,21 @@ class PlannedCode(CompiledCode):
     """Compiled code under one rewrite spec; raises `PlanMismatch` where that is for another
     graph."""
 
-    def __init__(self, name: str, model: nn.Module, spec: RewriteSpec,
-                 regions: Sequence[int] | None = None) -> None:
-        """`regions`: those of the rewrite spec that may be met here, by default all."""
+    def __init__(self, model: nn.Module, module: nn.Module, spec: RewriteSpec,
+                 regions: Sequence[int] | None = None, *, may_exchange: bool = False,
+                 traced: TracedCode | None = None) -> None:
+        """`module`: the model, or one of the blocks that share the code; `regions`: those of the
+        rewrite spec that may be met here, by default all; `may_exchange`, `traced`: as for
+        `code_of`."""
         super().__init__(
-            name, _backend_of(model, spec, regions), is_compiled=spec.backend == "inductor",
-            is_of_blocks=regions is not None,
+            type(module).__name__, _backend_of(model, spec, regions),
+            is_compiled=spec.backend == "inductor", is_of_blocks=regions is not None,
             has_several_regions=len(spec.regions if regions is None else regions) > 1)
-        self._code: TracedCode | None = None
-
-    def make_exchangeable(self, code: TracedCode | None, module: nn.Module) -> None:
-        """Let `exchange` be asked for from here on; before the first call.  `code`: what was
-        compiled of the same graphs, which is run in place of new code; `module`: the model, or one
-        of the blocks."""
-        self._backend.is_exchangeable = True
-        if code is not None:
-            self._code = code
-            self._backend.run_kept(code)
-            self._compiled |= code.functions_of(module)
+        self._backend.is_exchangeable = may_exchange
+        self._traced = traced
+        if traced is not None:
+            self._backend.run_kept(traced)
+            self._compiled |= traced.functions_of(module)
 
     def exchange(self, spec: RewriteSpec, regions: Sequence[int] | None = None) -> bool:
         """Run under another rewrite spec of the same graphs from the next call on, without tracing;
@@ -177,14 +174,14 @@ class PlannedCode(CompiledCode):
 
     @contextlib.contextmanager
     def _entered(self) -> Iterator[None]:
-        if self._code is None:
+        if self._traced is None:
             yield
             return
-        before, self._code.backend = self._code.backend, self._backend
+        before, self._traced.backend = self._traced.backend, self._backend
         try:
             yield
         finally:
-            self._code.backend = before
+            self._traced.backend = before
 
 
 def is_exchangeable(spec: RewriteSpec) -> bool:

@@ -27,7 +27,7 @@ from planner._apply.planned_code import CompiledCode
 from planner._apply.rewrite import rewrite
 from planner._apply.rewrite_spec import RewriteSpec
 from planner._apply.same_step import outputs_let_go
-from planner._graph_capture.dynamo.stub_graphs import stub_backward, stub_forward, stub_graphs_of
+from planner._graph_capture.dynamo.stub_graphs import compiled_as_stubs
 from planner._graph_capture.errors import CaptureError
 from planner._graph_capture.garbage import give_back_freed_memory
 from planner._graph_capture.joint_graph.naming import name_modules, names_in_model
@@ -36,7 +36,6 @@ from planner._graph_capture.module_forward import Forward
 from planner._graph_capture.output_tensors import output_tensors
 from planner._graph_capture.step.symbolic_region import SymbolicRegion
 from planner._graph_capture.torch_compat import (
-    aot_backend,
     before_double_backward,
     compile_forward,
     pass_absent_gradients,
@@ -154,7 +153,7 @@ class SymbolicBackend(OutputWatcher):
         self.compilations = self.planned_runs = 0
         self.has_run = self.has_begun = self.is_trial = False
         self.returned: Sequence[Any] = ()
-        """What the graph has returned in a trial."""
+        """Values that the graph has returned in a trial."""
 
     def __call__(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         self.compilations += 1
@@ -165,41 +164,29 @@ class SymbolicBackend(OutputWatcher):
         given = names_in_model(model, inputs)
         of_call = {id(tensor): name for name, tensor in self.tensors.items()}
         called_with = [of_call.get(id(value)) for value in inputs]
-        made: list[SymbolicCallable] = []
 
-        def partition(
-            joint: fx.GraphModule, joint_inputs: object, *, num_fwd_outputs: int, **_: object
-        ) -> tuple[fx.GraphModule, fx.GraphModule]:
+        def target_of(joint: fx.GraphModule, num_outputs: int) -> SymbolicCallable:
             try:
-                region = SymbolicRegion.of(joint, num_fwd_outputs, self._cotangents, given,
-                                           called_with, self.dimensions)
+                return SymbolicCallable(SymbolicRegion.of(
+                    joint, num_outputs, self._cotangents, given, called_with, self.dimensions))
             except (CaptureError, ValueError) as error:
                 raise PlanMismatch(str(error)) from error
-            made.append(SymbolicCallable(region))
-            return stub_graphs_of(joint, num_fwd_outputs)
 
-        def forward(graph: fx.GraphModule, _: object) -> Callable[..., Any]:
-            if not made:
-                return boxed_callable(graph)
-            return stub_forward(graph, made[0])
-
-        def backward(graph: fx.GraphModule, _: object) -> Callable[..., Any]:
-            return stub_backward(graph)
-
-        compiled = aot_backend(partition, forward, backward)(module, list(inputs))
-        self.graphs += made
+        compiled, target = compiled_as_stubs(module, inputs, target_of, boxed_callable)
+        if target is not None:
+            self.graphs.append(target)
 
         def call(*args: Any) -> Any:
             if self.planned_runs:
                 raise PlanMismatch("the model's graph breaks with symbolic sizes")
             outputs = compiled(*args)
             self.has_run = self.has_begun = True
-            self.planned_runs += len(made)
+            self.planned_runs += target is not None
             pass_absent_gradients(outputs)
             before_double_backward(outputs, refuse_double_backward)
             if self.is_trial:
                 self.returned = outputs
-            for target in made:
+            if target is not None:
                 self.used = target.used
                 watch(outputs, target.used.watched, self._output_is_held)
             return outputs

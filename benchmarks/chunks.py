@@ -24,7 +24,14 @@ from torch.utils.checkpoint import checkpoint
 
 import planner
 from benchmarks.arguments import add_numbers, benchmark_parser, parse
-from benchmarks.measure import MEGABYTE, gradients, peak_bytes, relative_error, time_steps
+from benchmarks.measure import (
+    MEGABYTE,
+    gradients,
+    peak_bytes,
+    plan_or_smallest,
+    relative_error,
+    time_steps,
+)
 from benchmarks.models import WIDTH, WORKLOADS, Workload, returning_loss_only
 from benchmarks.table import Table
 
@@ -58,23 +65,14 @@ def _summed(head: nn.Module, rows: torch.Tensor, wanted: torch.Tensor) -> torch.
     return F.cross_entropy(head(rows).float(), wanted, reduction="sum")
 
 
-def smallest(workload: Workload, allow: Sequence[str], time_limit: float) -> planner.Plan:
-    """Return the plan for the smallest feasible budget."""
-    budget_bytes = 1
-    while True:
-        try:
-            return planner.plan(workload.model, workload.inputs, budget=budget_bytes, allow=allow,
-                                loss_fn=workload.loss_fn, time_limit=time_limit)
-        except planner.InfeasibleBudget as refusal:
-            budget_bytes = refusal.minimum_bytes
-
-
 def steps(workload: Workload, time_limit: float) -> Iterator[tuple[str, nn.Module, str]]:
     """Yield the steps of one model: the name, the model, and the plan's description."""
     returning = returning_loss_only(workload)
     yield "plain", returning.model, ""
     for name, allow in (("smallest", WITHOUT), ("smallest, in chunks", WITH)):
-        plan = smallest(returning, allow, time_limit)
+        plan = plan_or_smallest(lambda budget, allow=allow: planner.plan(
+            returning.model, returning.inputs, budget=budget, allow=allow,
+            loss_fn=returning.loss_fn, time_limit=time_limit))
         yield name, plan.apply(returning.model), _words(plan)
     if workload.name in NOT_BY_HAND:
         return

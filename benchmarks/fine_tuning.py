@@ -13,7 +13,7 @@ bitsandbytes and peft.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -28,6 +28,7 @@ from benchmarks.arguments import add_names, add_numbers, benchmark_parser, parse
 from benchmarks.measure import (
     MEGABYTE,
     peak_bytes,
+    plan_or_smallest,
     storage_bytes,
     time_steps,
     with_gradient_checkpointing,
@@ -59,14 +60,6 @@ def quantized(layers: int) -> Workload:
     return Workload(f"NF4, {layers} layers", adapted.train(), workload.inputs)
 
 
-def smallest(plan: Callable[[int], planner.Plan]) -> planner.Plan:
-    """Return the plan for the smallest feasible budget."""
-    try:
-        return plan(1)
-    except planner.InfeasibleBudget as refusal:
-        return plan(refusal.minimum_bytes)
-
-
 def nf4(layers: Sequence[float], rounds: int, time_limit: float) -> None:
     """Print peaks and times of the steps of a quantized model."""
     table = Table("model:<16", "step:<24", "peak MB:8.2f", "predicted MB:8.2f", "time:<22",
@@ -81,7 +74,7 @@ def nf4(layers: Sequence[float], rounds: int, time_limit: float) -> None:
         plan = partial(planner.plan, plain, workload.inputs, time_limit=time_limit)
         resident = plan(solver="none").resident_bytes
         plans = {"planned at its peak": plan(budget=limit + resident),
-                 "smallest": smallest(lambda budget, plan=plan: plan(budget=budget))}
+                 "smallest": plan_or_smallest(lambda budget, plan=plan: plan(budget=budget))}
         steps = {"plain": plain, "gradient_checkpointing": by_layer,
                  **{name: each.apply(plain) for name, each in plans.items()}}
         peaks = [peak_bytes(workload, step) for step in steps.values()]
@@ -159,7 +152,7 @@ def in_backward(names: Sequence[str], optimizers: Sequence[str], time_limit: flo
                     model, plan = workload.model, partial(
                         planner.plan, workload.model, workload.inputs, optimizer=optimizer,
                         optimizer_in_backward=early, time_limit=time_limit)
-                    found = smallest(lambda budget, plan=plan: plan(budget=budget)) \
+                    found = plan_or_smallest(lambda budget, plan=plan: plan(budget=budget)) \
                         if is_planned else plan(solver="none")
                     predicted = found.peak_bytes if is_planned else found.baseline_peak_bytes
                     measured = loop_peak_bytes(

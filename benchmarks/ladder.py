@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from importlib.util import find_spec
 from typing import NamedTuple
 
@@ -31,6 +31,7 @@ from transformers import (
 
 import planner
 from benchmarks.arguments import add_names, benchmark_parser
+from benchmarks.measure import plan_or_smallest
 from benchmarks.table import Table
 
 MIB, GIB = 2**20, 2**30
@@ -227,18 +228,11 @@ def liger() -> None:
         # The second micro-batch finds the gradients of the first.
         predicted = planner.memory(head, labels, accumulation=2, device="cuda",
                                    gpu=GPU).peak_bytes + _CUBLAS_BYTES
-        smallest = _smallest(lambda budget, head=head, labels=labels: planner.plan(
+        smallest = plan_or_smallest(lambda budget, head=head, labels=labels: planner.plan(
             head, labels, budget=budget, accumulation=2, allow="chunk", device="cuda", gpu=GPU))
         table.row(rows, plain, predicted / MIB, fused,
                   (smallest.peak_bytes + _CUBLAS_BYTES) / MIB, smallest.overhead,
                   time.process_time() - started)
-
-
-def _smallest(plan: Callable[[int], planner.Plan]) -> planner.Plan:
-    try:
-        return plan(1)
-    except planner.InfeasibleBudget as refusal:
-        return plan(refusal.minimum_bytes)
 
 
 def bert() -> None:
@@ -263,7 +257,7 @@ def _ids() -> torch.Tensor:
 
 
 def _known(row: SetUp) -> bool:
-    """Whether what this row needs is installed."""
+    """True if the libraries that this row needs are installed."""
     return (row.weights, row.optimizer) in (("bf16", "adamw"), ("lora", "adamw")) or (
         find_spec("bitsandbytes") is not None)
 

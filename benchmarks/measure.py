@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from statistics import quantiles
+from typing import Any
 
 import torch
 from torch import nn
@@ -45,14 +46,17 @@ def peak_bytes(workload: Workload, model: nn.Module) -> int:
     return peak
 
 
-def plan_or_smallest(step: PreparedStep, budget_bytes: int, time_limit: float) -> Plan:
-    """Return the plan within a budget of the whole step, or within the smallest feasible one."""
-    while True:
-        try:
-            return plan_within(step, budget_bytes,
-                               Effort(time_limit=time_limit, is_thorough=True))
-        except InfeasibleBudget as refusal:  # on a busy machine maybe more than once
-            budget_bytes = refusal.minimum_bytes
+def plan_or_smallest(plan: Callable[[Any], Plan], budget: int | str = 1) -> Plan:
+    """Return what `plan` makes of a budget, or of the smallest feasible one where that is more."""
+    try:
+        return plan(budget)
+    except InfeasibleBudget as refusal:
+        return plan(refusal.minimum_bytes)
+
+
+def thorough(step: PreparedStep, time_limit: float) -> Callable[[int], Plan]:
+    """Return a function from a budget of the whole step to a plan that takes all of the time."""
+    return partial(plan_within, step, effort=Effort(time_limit=time_limit, is_thorough=True))
 
 
 def with_gradient_checkpointing(workload: Workload) -> nn.Module | None:

@@ -51,6 +51,7 @@ from benchmarks.measure import (
     held_by_loss,
     plan_or_smallest,
     storage_bytes,
+    thorough,
     with_gradient_checkpointing,
 )
 from benchmarks.models import WORKLOADS, Workload
@@ -97,7 +98,7 @@ def plan_for(workload: Workload, parallel: planner.DataParallel, step: PreparedS
     """Return the plan of one rank's step; `least`: for the smallest feasible budget; `layers`: for
     the peak with every layer checkpointed."""
     if budget == "least":
-        return plan_or_smallest(step, 1, time_limit)
+        return plan_or_smallest(thorough(step, time_limit))
     if budget == LAYERS:
         limit = planner.data_parallel(
             with_gradient_checkpointing(workload), workload.inputs, parallel=parallel,

@@ -165,7 +165,7 @@ class CapturedStep:
     may_skip: bool = False
     """True if it is captured by blocks, and dice or values decide which of them run."""
     code: TracedCode | None = None
-    """What was compiled, for the model to run, where it is kept."""
+    """Compiled code that the model may run, if it was kept."""
 
     @property
     def graph(self) -> TrainingGraph:
@@ -322,8 +322,7 @@ def capture_step(
     tracing = Tracing(unforced, fake_loss, costs.workspace_bytes, holds_output, layout, early or {})
 
     def record(fake_copy: FakeCopy, blocks: Sequence[str], captures_rest: bool = False,
-               keeps_code: bool = keeps_code, code: TracedCode | None = None
-               ) -> tuple[FakeCopy, LossFn | None, Recording, object]:
+               keeps_code: bool = keeps_code, code: TracedCode | None = None) -> Recording:
         # Code between blocks runs as it is written, and must see what it takes for ordinary
         # tensors.
         traced, traced_loss = fake_copy, fake_loss
@@ -331,31 +330,30 @@ def capture_step(
                 may_be_storage_less(fake_copy)):
             traced = storage_less_copy(fake_copy, extra=(fake_loss,))
             traced_loss = traced.extra[-1]
-        found = traced, traced_loss, *record_training_step(
+        recording = record_training_step(
             traced, traced_loss, costs.workspace_bytes, blocks, compiled=inductor,
             wrapper=tracing.wrapper, holds_output=holds_output, captures_rest=captures_rest,
             keeps_code=keeps_code, code=code if keeps_code else None)
         if keeps_code and getattr(traced.mode, "told_values", False):  # they decide what it does
             if not blocks:
                 return record(fake_copy, blocks, captures_rest, False)
-            found[2].code = None
-        return found
+            recording.code = None
+        return recording
 
     blocks, chosen_because = find_blocks(model, regions or WHOLE_MODEL), ""
     if symbolic is not None:
-        traced, traced_loss, recording, output = fake_copy, fake_loss, Recording(), None
+        recording = Recording(fake_copy, fake_loss)
     else:
         try:
-            traced, traced_loss, recording, output = record(
-                fake_copy, blocks, bool(blocks), code=code)
+            recording = record(fake_copy, blocks, bool(blocks), code=code)
         except CaptureError:
             if not blocks:
                 raise
-            traced, traced_loss, recording, output = record(fake_copy, blocks)
+            recording = record(fake_copy, blocks)
     may_skip = fake_copy.dice.were_thrown or decides_by_values(answers)
     repeated = blocks or (find_blocks(model, REPEATED_BLOCKS)
                           if regions is None and has_repeated_blocks(model) else ())
-    skipped = skipped_blocks(traced, repeated) if may_skip and symbolic is None else ()
+    skipped = skipped_blocks(recording.fake_copy, repeated) if may_skip and symbolic is None else ()
     # One graph of a model that skips blocks serves only the steps that skip the same.
     is_in_vain = (not recording.calls or _sharing_code(recording) or skipped
                   or fake_copy.dice.were_thrown)
@@ -363,19 +361,18 @@ def capture_step(
         # Blocks are a better way, not the only one: code may fail under it alone.
         with contextlib.suppress(CaptureError):
             by_blocks = record(fake_copy, repeated)
-            by_blocks[2].check_any()
-            if not _sharing_code(by_blocks[2]):
+            by_blocks.check_any()
+            if not _sharing_code(by_blocks):
                 chosen_because = "as a whole, code would run several times, or none be captured"
-                traced, traced_loss, recording, output = by_blocks
-                blocks = repeated
+                recording, blocks = by_blocks, repeated
     if blocks and skipped:
         complete = replace(fake_copy, skipped=skipped)
         with contextlib.suppress(CaptureError):
-            traced, traced_loss, recording, output = record(complete, blocks, keeps_code=False)
+            recording = record(complete, blocks, keeps_code=False)
             fake_copy, tracing = complete, replace(
                 tracing, fake_copy=replace(tracing.fake_copy, skipped=skipped))
     uses = [] if symbolic is not None else region_uses(
-        traced, recording, output, JointVariant(compiled=inductor))
+        recording, JointVariant(compiled=inductor))
     capture_seconds = time.monotonic() - begun
     rules = _rules_since(fake_copy)
 
@@ -384,7 +381,8 @@ def capture_step(
         baseline = tracing.plain_step(fake_loss)
         plain_rules = _rules_since(fake_copy)
         outputs = baseline.loss.outputs if symbolic is not None else trace_loss(
-            traced_loss, output, traced, costs.workspace_bytes).outputs
+            recording.loss_fn, recording.output, recording.fake_copy,
+            costs.workspace_bytes).outputs
         later = (None if not accumulated
                  else tracing.plain_step(fake_loss, baseline.with_gradient))
     except CaptureError:
@@ -429,7 +427,7 @@ def capture_step(
         variants = [variant(uses)]
     keeper.check_all_used()
     if any(has_low_peak_variant(use.lowered) for use in uses):
-        uses = region_uses(traced, recording, output, JointVariant(inductor, low_peak=True))
+        uses = region_uses(recording, JointVariant(inductor, low_peak=True))
         variants.append(variant(uses, low_peak=True))
 
     @quiet_fake_tensors()
@@ -439,8 +437,7 @@ def capture_step(
         found = []
         for widest, inner in chunks if symbolic is None else ():
             cut = region_uses(
-                traced, recording, output,
-                JointVariant(inductor, chunks=widest, inner_chunks=inner),
+                recording, JointVariant(inductor, chunks=widest, inner_chunks=inner),
                 # Code behind the regions, or a loss of the caller's, might read the output.
                 elides_output=(not holds_output and loss_fn is None and (
                     recording.uncaptured is None
@@ -458,10 +455,10 @@ def capture_step(
         optimizer_steps=tracing.optimizer(optimizer, baseline.with_gradient),
         training=model.training, overrides=forced,
         compiled=None if recording.graphs is None or not is_present else CompiledTracer(
-            traced, traced_loss, costs, recording.graphs, fake_copy,
+            recording.fake_copy, recording.loss_fn, costs, recording.graphs, fake_copy,
             lambda: tracing.wrapper, holds_output, capture_seconds),
         outputs=outputs,
-        differentiable=tuple(tensor.requires_grad for tensor in output_tensors(output)),
+        differentiable=tuple(tensor.requires_grad for tensor in output_tensors(recording.output)),
         may_skip=bool(blocks) and may_skip,
         tracing=tracing, held_workspace_bytes=held_workspace_bytes(costs.device_model.gpu),
         chunked=chunked, code=recording.code)

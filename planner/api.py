@@ -5,8 +5,25 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import Any, Unpack
 
+import torch
+from torch import nn
+
+from planner._apply.call_signature import (
+    autocast_words,
+    differences,
+    input_tensors,
+    signature_of,
+    tensor_keys,
+)
+from planner._graph_capture.capture import CapturedStep, SymbolicStep, capture_step, trace_symbolic
+from planner._graph_capture.dynamo.blocks import REPEATED_BLOCKS, has_repeated_blocks
+from planner._graph_capture.dynamo.traced_code import TracedCode
+from planner._graph_capture.fake_copies.fake import device_planned_for
+from planner._graph_capture.op_costs.headroom import ProbeHeadroom
+from planner._graph_capture.optimizer.in_backward import EarlyGradients
+from planner._graph_capture.plain_step.loss import LossFn
 from planner.arguments.budget import Budget, parse_budget
 from planner.arguments.dynamic import named_dimensions
 from planner.arguments.inputs import describe_inputs, split_inputs
@@ -18,6 +35,7 @@ from planner.arguments.planning import (
     takes_planning,
 )
 from planner.errors import CaptureError, InfeasibleBudget, PlanMismatch
+from planner.plans.decisions import build_spec, schedule_of
 from planner.plans.plan import Plan
 from planner.progress import Progress, watched
 from planner.reporters.one_line import summarize
@@ -25,18 +43,12 @@ from planner.search.agreement import agreed
 from planner.search.alternatives import told_in_percent, with_alternatives
 from planner.search.effort import USUAL_TIME_LIMIT
 from planner.search.planning import Effort, plan_within
+from planner.solvers.simulator import Timeline, unroll
+from planner.step.lowering import host_link
 from planner.step.prepared import PreparedStep, prepare, with_sizes
-
-if TYPE_CHECKING:
-    from torch import nn
-
-    from planner._graph_capture.capture import CapturedStep, SymbolicStep
-    from planner._graph_capture.dynamo.traced_code import TracedCode
-    from planner._graph_capture.op_costs.headroom import ProbeHeadroom
-    from planner._graph_capture.optimizer.in_backward import EarlyGradients
-    from planner._graph_capture.plain_step.loss import LossFn
-    from planner.solvers.simulator import Timeline
-    from planner.step.variant import Variant
+from planner.step.rank_layout import layout_of, regions_of_rank
+from planner.step.variant import Variant
+from planner.step.wrapped import beneath_wrappers, unwrapped, with_wrappers
 
 
 @takes_planning()
@@ -174,9 +186,6 @@ def capture_for(plan: Plan, model: nn.Module, inputs: object, **arguments: Any
     `arguments`: those of `capture` that the plan does not store.  Raises `PlanMismatch` if the plan
     was made for another step.
     """
-    from planner.plans.decisions import build_spec, schedule_of
-    from planner.solvers.simulator import unroll
-
     spec = plan.spec
     dynamic: dict[str, dict[int, str]] = {}
     for each in () if spec.sizes is None else spec.sizes.dimensions:
@@ -188,8 +197,10 @@ def capture_for(plan: Plan, model: nn.Module, inputs: object, **arguments: Any
     variant = prepared.variant_of(spec)
     timeline = unroll(variant.problem, schedule_of(variant, spec))
     if build_spec(prepared, variant, timeline).regions != spec.regions:
-        raise PlanMismatch("the plan was made for another step: other shapes, dtypes, mode, "
-                           "autocast, blocks or ranks; plan this model with these inputs anew")
+        words = [] if prepared.signature is None else differences(spec, model, prepared.signature)
+        why = ", ".join(words) or "its graph, blocks or ranks differ"
+        raise PlanMismatch(f"the plan was made for another step: {why}; plan this model with these "
+                           "inputs anew")
     return variant, timeline
 
 
@@ -219,22 +230,10 @@ def _captured(model: nn.Module, inputs: object, planning: Planning, progress: Pr
                          Callable[[CapturedStep, Planning], PreparedStep]]:
     """The captured step, the arguments with what wrappers around the model say, and the function
     that prepares the step, or one with other variants, to be planned."""
-    import torch
-    from torch import nn
-
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {_kind(model)}; "
                         "a factory must be called first")
     args, kwargs = split_inputs(model, inputs)
-    from planner._apply.call_signature import (
-        autocast_words,
-        input_tensors,
-        signature_of,
-        tensor_keys,
-    )
-    from planner.step.lowering import host_link
-    from planner.step.wrapped import unwrapped, with_wrappers
-
     planning = with_wrappers(model, planning)
     model = unwrapped(model)
     symbolic = None if trace is None or trace.step is None else trace.step.at(
@@ -276,9 +275,6 @@ def symbolic_step(step: CapturedStep, model: nn.Module, args: tuple[Any, ...],
                   ) -> SymbolicStep:
     """The captured step `model(*args, **kwargs)` with the symbols that `dynamic` asks for; raises
     `CaptureError`."""
-    from planner._apply.call_signature import input_tensors
-    from planner._graph_capture.capture import trace_symbolic
-
     if progress is not None:
         progress("capturing the step with symbolic sizes")
     named = named_dimensions(dynamic, input_tensors(model, args, kwargs))
@@ -306,12 +302,6 @@ def capture_call(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     was captured before with symbolic sizes; `early`: gradients that its loop uses and frees as they
     come; `keeps_code`: what is compiled is kept for the model to run; `code`: what was kept before
     of the same step."""
-    from planner._graph_capture.capture import capture_step
-    from planner._graph_capture.dynamo.blocks import REPEATED_BLOCKS, has_repeated_blocks
-    from planner._graph_capture.fake_copies.fake import device_planned_for
-    from planner.step.rank_layout import layout_of, regions_of_rank
-    from planner.step.wrapped import beneath_wrappers
-
     parallel, regions = planning.parallel, planning.regions
     if parallel is not None:
         regions = regions_of_rank(model, parallel, planning.regions)

@@ -25,7 +25,7 @@ WIDE_GAP = 1e-3
 
 
 def solve_all(problem: Problem, budgets: Sequence[int], *, seconds: float, solver: str = "auto",
-              most_seconds: float = float("inf"), seed: int = 0, start: Schedule | None = None,
+              most_seconds: float = float("inf"), start: Schedule | None = None,
               known: Mapping[int, Result] | None = None,
               progress: Progress | None = None) -> list[Result]:
     """Solve for ascending `budgets` within about `seconds` in all and `most_seconds` for each.  No
@@ -48,7 +48,7 @@ def solve_all(problem: Problem, budgets: Sequence[int], *, seconds: float, solve
             continue
         if progress is not None:
             progress(f"budget {number + 1} of {len(budgets)}")
-        result = solve(problem, budget, solver=solver, seed=seed, progress=progress,
+        result = solve(problem, budget, solver=solver, progress=progress,
                        time_limit=left(FIRST_PASS, len(budgets) - number), warm_start=start)
         results.append(result)
         start = result.schedule
@@ -62,7 +62,7 @@ def solve_all(problem: Problem, budgets: Sequence[int], *, seconds: float, solve
         if progress is not None:
             progress(f"budget {i + 1} of {len(budgets)}, again")
         above = [results[i + 1].schedule] if i + 1 < len(results) else []
-        again = solve(problem, budgets[i], solver=solver, seed=seed + 1, progress=progress,
+        again = solve(problem, budgets[i], solver=solver, seed=1, progress=progress,
                       time_limit=limit, warm_start=results[i].schedule, ideas=above)
         results[i] = replace(again, lower_bound=max(again.lower_bound, results[i].lower_bound),
                              seconds=again.seconds + results[i].seconds)

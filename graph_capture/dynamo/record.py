@@ -27,9 +27,7 @@ from planner._graph_capture.dynamo.captured_graphs import (
 from planner._graph_capture.dynamo.stub_graphs import (
     StubResults,
     carrier_of,
-    stub_backward,
-    stub_forward,
-    stub_graphs_of,
+    compiled_as_stubs,
 )
 from planner._graph_capture.dynamo.traced_code import TracedCode, TracedGraph, as_written
 from planner._graph_capture.dynamo.uncaptured import GapTracker, UncapturedCode
@@ -79,7 +77,7 @@ class RecordedRegion:
     cotangents: list[tuple[bool, ...]] = field(default_factory=list)
     """For each run of its backward, the outputs into which a gradient flowed."""
     forward: Callable[[list[Any]], tuple[Sequence[Any], torch.Tensor]] = field(init=False)
-    """What runs in its place; see `Exchangeable`."""
+    """Code that runs in its place; see `Exchangeable`."""
 
 
 @dataclass(frozen=True)
@@ -97,9 +95,16 @@ class RegionCall:
 
 @dataclass
 class Recording:
-    """The calls of captured regions in one step, in order."""
+    """One recorded step."""
 
+    fake_copy: FakeCopy
+    """The copy of the model that ran."""
+    loss_fn: LossFn | None = None
+    """The loss function of that copy."""
+    output: object = None
+    """The output of its forward."""
     calls: list[RegionCall] = field(default_factory=list)
+    """The calls of captured regions, in order."""
     inference_graphs: int = 0
     """Number of captured graphs that need no gradient."""
     uncaptured: UncapturedCode | None = None
@@ -113,7 +118,7 @@ class Recording:
     calls_again: int = 0
     """Number of region calls when the step ran for the second time."""
     code: TracedCode | None = None
-    """What was compiled, for the model itself to run, where it is kept."""
+    """Compiled code that the model itself may run, if it was kept."""
 
     @property
     def is_repeatable(self) -> bool:
@@ -124,7 +129,7 @@ class Recording:
         """Raise `CaptureError` if the second run of the step called another number of regions."""
         if not self.is_repeatable:
             raise CaptureError(
-                f"torch.compile captured {len(self.calls)} chunks of the step, and "
+                f"torch.compile captured {len(self.calls)} regions of the step, and "
                 f"{self.calls_again} when it ran again: it gave up on code in which the graph "
                 "breaks. Take that out of the model, or name blocks without it in regions")
 
@@ -164,7 +169,7 @@ def record_step(fake_copy: FakeCopy, run_step: RunStep, workspace: Workspace,
     are kept for it.  `code`: is run, compiled as far as it is not yet, and kept for the model to
     run.
     """
-    recording = Recording()
+    recording = Recording(fake_copy)
     recorder = _Recorder(fake_copy, recording, _for_inductor if compiled else aot_backend)
     model, installed, repeated = _compiled(fake_copy, blocks, recorder, compiled, captures_rest,
                                            code)
@@ -314,29 +319,19 @@ class _Recorder:
 
     def __call__(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         mode, device, planned = self.mode, self.device, self.planned
-        region: RecordedRegion | None = None
         name_modules(module, self.model.get_submodule(self.running_block()))
 
-        def partition(
-            joint: fx.GraphModule, joint_inputs: object, *, num_fwd_outputs: int, **_: object
-        ) -> tuple[fx.GraphModule, fx.GraphModule]:
-            nonlocal region
-            region = RecordedRegion(
-                joint if planned == device else on_device(joint, planned), joint, num_fwd_outputs,
-                primal_sources(primals_of(joint)))
-            return stub_graphs_of(joint, num_fwd_outputs)
+        def region_of(joint: fx.GraphModule, num_outputs: int) -> RecordedRegion:
+            return RecordedRegion(joint if planned == device else on_device(joint, planned), joint,
+                                  num_outputs, primal_sources(primals_of(joint)))
 
-        def forward(graph: fx.GraphModule, _: object) -> Callable[..., Any]:
-            if region is not None:
-                return stub_forward(graph, region)
+        def without_gradient(graph: fx.GraphModule) -> Callable[[list[Any]], Any]:
             results = StubResults(graph, None, mode, device)
             return boxed(lambda args: results.outputs())
 
-        def backward(graph: fx.GraphModule, _: object) -> Callable[..., Any]:
-            return stub_backward(graph)
-
         branches = branches_of(module)
-        compiled = self.make_backend(partition, forward, backward)(module, list(inputs))
+        compiled, region = compiled_as_stubs(module, inputs, region_of, without_gradient,
+                                             make_backend=self.make_backend)
         graph = TracedGraph(region, module, self.running_block(), branches, compiled)
         self.follow(graph)
         self.graphs.append(graph)
@@ -422,16 +417,16 @@ def record_training_step(
     fake_copy: FakeCopy, loss_fn: LossFn | None, workspace: Workspace, blocks: Sequence[str], *,
     compiled: bool, wrapper: Wrapper | None = None, holds_output: bool = True,
     captures_rest: bool = False, keeps_code: bool = False, code: TracedCode | None = None,
-) -> tuple[Recording, object]:
-    """One captured step of the fake copy (see `record_step`), and what its forward returned.
-    `holds_output`: the caller keeps the output alive until the backward ends.
+) -> Recording:
+    """One captured step of the fake copy (see `record_step`).  `holds_output`: the caller keeps
+    the output alive until the backward ends.
 
     Some models change in their first call (transformers installs hooks), which breaks the graph
     once.  So a step of several regions, or of none, is captured again.
     """
     wrapper = wrapper or Wrapper()
 
-    def record(code: TracedCode | None) -> tuple[Recording, object]:
+    def record(code: TracedCode | None) -> Recording:
         outputs: list[object] = []
 
         def run(model: Callable[..., Any], before_backward: Callable[[], object]) -> object:
@@ -445,20 +440,21 @@ def record_training_step(
             goal.backward()
             return goal, wrapper.finish()
 
-        return record_step(fake_copy, run, workspace, blocks, wrapper, compiled=compiled,
-                           captures_rest=captures_rest, code=code), outputs[0]
+        recording = record_step(fake_copy, run, workspace, blocks, wrapper, compiled=compiled,
+                                captures_rest=captures_rest, code=code)
+        recording.loss_fn, recording.output = loss_fn, outputs[0]
+        return recording
 
     def new_code() -> TracedCode | None:
         return TracedCode() if keeps_code else None
 
-    chosen = record(code or new_code())
-    first = chosen[0]
+    chosen = first = record(code or new_code())
     if not ((blocks and first.is_repeatable) or len(first.calls) == 1):
         again = record(new_code())
-        if again[0].calls and (not first.calls or not first.is_repeatable
-                               or len(again[0].calls) < len(first.calls)):
+        if again.calls and (not first.calls or not first.is_repeatable
+                            or len(again.calls) < len(first.calls)):
             chosen = again
-    chosen[0].check_repeatable()
+    chosen.check_repeatable()
     return chosen
 
 

@@ -10,7 +10,7 @@ Blind spot: hooks for saved tensors see the empty tensor.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import fx
@@ -23,6 +23,7 @@ from planner._graph_capture.fake_copies.storage_less import (
 from planner._graph_capture.joint_graph.joint import is_cotangent, primals_of
 from planner._graph_capture.torch_compat import (
     TorchDispatchMode,
+    aot_backend,
     boxed,
     copied_module,
     no_active_modes,
@@ -43,6 +44,35 @@ class Exchangeable(Protocol):
         """Outputs of the forward, and the tensor that carries its backward."""
 
 
+T = TypeVar("T", bound=Exchangeable)
+
+
+def compiled_as_stubs(
+    module: fx.GraphModule, inputs: Sequence[Any], target_of: Callable[[fx.GraphModule, int], T],
+    without_gradient: Callable[[fx.GraphModule], Callable[[list[Any]], Any]], *,
+    make_backend: Callable[..., Callable[..., Any]] = aot_backend,
+) -> tuple[Callable[..., Any], T | None]:
+    """Compile a captured graph, in whose place other code runs: what `target_of` makes of its joint
+    graph and the number of the forward's outputs; returns that, too.  A graph that needs no
+    gradient is compiled by `without_gradient`, and there is no target."""
+    target: T | None = None
+
+    def partition(
+        joint: fx.GraphModule, joint_inputs: object, *, num_fwd_outputs: int, **_: object
+    ) -> tuple[fx.GraphModule, fx.GraphModule]:
+        nonlocal target
+        target = target_of(joint, num_fwd_outputs)
+        return _stub_graphs_of(joint, num_fwd_outputs)
+
+    def forward(graph: fx.GraphModule, _: object) -> Callable[..., Any]:
+        return without_gradient(graph) if target is None else _stub_forward(graph, target)
+
+    def backward(graph: fx.GraphModule, _: object) -> Callable[..., Any]:
+        return _stub_backward(graph)
+
+    return make_backend(partition, forward, backward)(module, list(inputs)), target
+
+
 def carrier_of(backward: RunBackward) -> torch.Tensor:
     """A tensor that carries a backward."""
     carrier = torch.empty(0)
@@ -55,8 +85,8 @@ def _gradients(*args: object) -> Any:
     raise AssertionError("a stub graph is not run")
 
 
-def stub_graphs_of(joint: fx.GraphModule, num_outputs: int
-                   ) -> tuple[fx.GraphModule, fx.GraphModule]:
+def _stub_graphs_of(joint: fx.GraphModule, num_outputs: int
+                    ) -> tuple[fx.GraphModule, fx.GraphModule]:
     """Forward and backward for AOTAutograd, between which one tensor crosses over."""
     module = copied_module(joint, joint.graph)
     graph = module.graph
@@ -82,8 +112,8 @@ def stub_graphs_of(joint: fx.GraphModule, num_outputs: int
     return split_joint_graph(module, [carrier], num_outputs)
 
 
-def stub_forward(graph: fx.GraphModule, target: Exchangeable) -> Callable[[list[Any]], Any]:
-    """What AOTAutograd calls as this forward, of the graphs of `stub_graphs_of`."""
+def _stub_forward(graph: fx.GraphModule, target: Exchangeable) -> Callable[[list[Any]], Any]:
+    """Code that AOTAutograd calls as this forward, of the graphs of `_stub_graphs_of`."""
     inputs = [node.name for node in graph.graph.find_nodes(op="placeholder")]
     outputs = [getattr(node, "name", None) for node in graph.graph.output_node().args[0]]
     # It saves the symbols among its inputs that are sizes of cotangents.
@@ -97,8 +127,8 @@ def stub_forward(graph: fx.GraphModule, target: Exchangeable) -> Callable[[list[
     return boxed(run)
 
 
-def stub_backward(graph: fx.GraphModule) -> Callable[[list[Any]], Any]:
-    """What AOTAutograd calls as this backward, of the graphs of `stub_graphs_of`."""
+def _stub_backward(graph: fx.GraphModule) -> Callable[[list[Any]], Any]:
+    """Code that AOTAutograd calls as this backward, of the graphs of `_stub_graphs_of`."""
     given = graph.graph.find_nodes(op="placeholder")
     count = sum(map(is_cotangent, given))
     place = next(place for place, node in enumerate(given) if node.name == _CARRIER)

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 def as_written(module: fx.GraphModule) -> Callable[..., Any]:
-    """What runs a captured graph for those who have no plan."""
+    """Code that runs a captured graph for callers without a plan."""
     return module if _has_values(module) else _run_by_nobody
 
 
@@ -63,7 +63,7 @@ class TracedGraph:
     given: dict[str, Sequence[str | None]] = field(default_factory=dict)
     """For each block that has run it, names of the parameters and buffers among its inputs."""
     run: Callable[..., Any] = _run_by_nobody
-    """What the code calls."""
+    """Function that the compiled code calls."""
 
     def __call__(self, *args: Any) -> Any:
         return self.run(*args)
@@ -99,7 +99,7 @@ class TracedCode:
         return partial(self.function_of(model), model, own_forward(model))
 
     def functions_of(self, module: nn.Module) -> dict[tuple[bool, ...], Callable[..., Any]]:
-        """What there is for this module, by which of its parameters are trained."""
+        """Compiled forwards for this module, by which of its parameters are trained."""
         kind = type(module), hooks_within(module)
         return {trained: function for (*each, trained), function in self._functions.items()
                 if tuple(each) == kind}

@@ -37,8 +37,8 @@ def data_dependent_value(error: BaseException) -> DataDependentValue:
     ) + place_of(error)
     asked = DataDependentValue(
         f"{what}, and a step that is captured without being run "
-        "has no values. Either train with planner.within(model, budget), which plans the chunks "
-        "that lie between; or give each chunk a budget of its own with torch.compile(model, "
+        "has no values. Either train with planner.within(model, budget), which plans the regions "
+        "that lie between; or give each region a budget of its own with torch.compile(model, "
         'backend="checkpoint_planner"); or decide by shapes and arguments, or with torch.where, '
         "and take logged values from what the model returns")
     asked.what = what

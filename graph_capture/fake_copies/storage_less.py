@@ -26,6 +26,7 @@ from torch import nn
 from planner._graph_capture.errors import CaptureError, DataDependentValue
 from planner._graph_capture.fake_copies.fake import FakeCopier, FakeCopy, fake_copy_by
 from planner._graph_capture.fake_copies.zeros import has_zeros, zeros_on
+from planner._graph_capture.joint_graph.joint import tensors_of
 from planner._graph_capture.memory.sparse import MAKE_SPARSE, is_sparse, leaves_of, run_sparse
 from planner._graph_capture.torch_compat import (
     KNOWN_BYTES,
@@ -102,8 +103,7 @@ class Answer:
 
 
 def _operands(args: tuple[Any, ...]) -> tuple[tuple[torch.Size, torch.dtype], ...]:
-    return tuple((leaf.shape, leaf.dtype) for leaf in pytree.tree_leaves(args)
-                 if isinstance(leaf, torch.Tensor))
+    return tuple((tensor.shape, tensor.dtype) for tensor in tensors_of(args))
 
 
 class UnknownValue(DataDependentValue):
@@ -282,7 +282,7 @@ class StorageLessMode(TorchDispatchMode):
             answer = self._answer(func, args, kwargs)
         except NoStaticShape:
             return func(*args, **kwargs)
-        made = [leaf for leaf in pytree.tree_leaves(answer) if isinstance(leaf, torch.Tensor)]
+        made = tensors_of(answer)
         if func in _EMPTY and all(leaf.is_floating_point() for leaf in made):
             return answer
         if sum(leaf.untyped_storage().nbytes() for leaf in made) <= KNOWN_BYTES:

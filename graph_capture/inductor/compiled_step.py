@@ -16,16 +16,18 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
+from planner._graph_capture.dynamo.captured_graphs import CapturedGraphs, GraphCode
 from planner._graph_capture.errors import CaptureError
 from planner._graph_capture.fake_copies.fake import FakeCopy
 from planner._graph_capture.fake_copies.storage_less import StorageLessMode
 from planner._graph_capture.inductor.shortened import LeftOut
 from planner._graph_capture.memory.trace import Category, MemoryTrace
 from planner._graph_capture.memory.tracker import MemoryTracker
+from planner._graph_capture.op_costs.costs import OpCosts
 from planner._graph_capture.plain_step.loss import LossFn, objective
 from planner._graph_capture.rank import Wrapper
 from planner._graph_capture.torch_compat import (
@@ -35,10 +37,6 @@ from planner._graph_capture.torch_compat import (
     compile_settings,
 )
 from planner._graph_capture.training_graph import BufferKind, CodeMemory
-
-if TYPE_CHECKING:
-    from planner._graph_capture.dynamo.captured_graphs import CapturedGraphs, GraphCode
-    from planner._graph_capture.op_costs.costs import OpCosts
 
 
 @dataclass(frozen=True, slots=True)

@@ -79,7 +79,7 @@ def shorten(forward: fx.GraphModule, backward: fx.GraphModule, num_outputs: int,
     def read(reader: int, node: fx.Node) -> fx.Node:
         """The node that a node of the backward reads in place of `node`."""
         if node not in maker_of:
-            return back.stand_in(node)
+            return back.replacement_of(node)
         maker = maker_of[node]
         for cut in cuts:
             window = cut.there
@@ -97,7 +97,7 @@ def shorten(forward: fx.GraphModule, backward: fx.GraphModule, num_outputs: int,
         if not kept[-1]:
             new_backward.erase_node(new)
     new_forward = there.without_windows(
-        lambda _, node: there.stand_in(node), [True] * num_outputs + kept)
+        lambda _, node: there.replacement_of(node), [True] * num_outputs + kept)
     left_out = _breakdowns(there, back, cuts, list(zip(saved, kept, strict=True)))
     return Shortened(fx.GraphModule(forward, new_forward), fx.GraphModule(backward, new_backward),
                      left_out)
@@ -162,7 +162,7 @@ class _Sequence:
         index = self.index_of.get(node, -1)
         return next((w for w in self.windows if w.start <= index < w.stop), None)
 
-    def stand_in(self, node: fx.Node) -> fx.Node:
+    def replacement_of(self, node: fx.Node) -> fx.Node:
         """The node that is read after the omitted part in place of `node`."""
         while (window := self.window_of(node)) is not None:
             index = self.index_of[node]

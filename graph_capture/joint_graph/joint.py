@@ -302,9 +302,9 @@ def is_tuple_element(node: fx.Node) -> bool:
     return node.op == "call_function" and node.target is operator.getitem
 
 
-def tensors_of(value: object) -> list[torch.Tensor]:
-    """The tensors in a node's value, in order."""
-    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+def tensors_of(tree: object) -> list[torch.Tensor]:
+    """The tensors in a node's value or among an op's arguments, in order."""
+    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 
 _WHOLE = torch.ops.aten.convolution_backward.default

@@ -43,7 +43,7 @@ class JointVariant:
 
 
 LoweredGraphs = dict[tuple[object, ...], LoweredRegion]
-"""What one joint graph was lowered to before, for some region."""
+"""Earlier results of lowering one joint graph, by arguments."""
 
 
 def lower_joint_graph(

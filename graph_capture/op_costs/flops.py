@@ -26,14 +26,15 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.flop_counter import flop_registry
 
-from planner._graph_capture.torch_compat import OpOverload, pytree, schema_of, storage_key
+from planner._graph_capture.joint_graph.joint import tensors_of
+from planner._graph_capture.torch_compat import OpOverload, schema_of, storage_key
 
 
 def op_flops(target: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any) -> int:
     """FLOPs of `target(*args, **kwargs)`, whose result is `out`; tensors may be fake."""
     name = op_name(target)
-    inputs, outputs = _tensors((args, kwargs)), _tensors(out)
-    if not schema_of(target).is_mutable and not _makes_storage(inputs, outputs):
+    inputs, outputs = tensors_of((args, kwargs)), tensors_of(out)
+    if not schema_of(target).is_mutable and not makes_storage(inputs, outputs):
         return 0  # a view
     formula = _FORMULAS.get(name)
     if formula is not None:
@@ -59,8 +60,8 @@ def bytes_moved(target: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, 
 
     An op that picks rows reads as much of its operands as it writes, not whole tables.
     """
-    inputs, outputs = _tensors((args, kwargs)), _tensors(out)
-    if not schema_of(target).is_mutable and not _makes_storage(inputs, outputs):
+    inputs, outputs = tensors_of((args, kwargs)), tensors_of(out)
+    if not schema_of(target).is_mutable and not makes_storage(inputs, outputs):
         return 0
     written = sum(_touched_bytes(tensor) for tensor in outputs)
     read = [_touched_bytes(tensor) for tensor in {id(tensor): tensor for tensor in inputs}.values()]
@@ -234,11 +235,8 @@ def op_name(target: OpOverload) -> str:
     return schema_of(target).name.partition("::")[2]
 
 
-def _tensors(tree: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
-
-
-def _makes_storage(inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> bool:
+def makes_storage(inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> bool:
+    """True if the op makes a storage; one that only makes views runs no kernel."""
     of_inputs = {storage_key(tensor) for tensor in inputs}
     return any(storage_key(tensor) not in of_inputs for tensor in outputs)
 

@@ -61,8 +61,9 @@ def _available_bytes() -> int | None:
     return 2**31
 
 
-def _left_in_control_group_bytes(root: Path = Path("/sys/fs/cgroup")) -> int | None:
+def _left_in_control_group_bytes() -> int | None:
     """Memory that the container's limit leaves; `None` if there is no limit."""
+    root = Path("/sys/fs/cgroup")
     try:
         limit = (root / "memory.max").read_text().strip()
         used = int((root / "memory.current").read_text())

@@ -42,7 +42,7 @@ from planner._graph_capture.op_costs.cuda_workspace import (
     product_workspace_bytes,
 )
 from planner._graph_capture.op_costs.devices import Gpu, device_model
-from planner._graph_capture.op_costs.flops import op_flops
+from planner._graph_capture.op_costs.flops import makes_storage, op_flops
 from planner._graph_capture.op_costs.headroom import free_bytes
 from planner._graph_capture.op_costs.isolated import Layout, is_trusted, isolated_probe
 from planner._graph_capture.torch_compat import (
@@ -52,7 +52,6 @@ from planner._graph_capture.torch_compat import (
     profiler_is_running,
     pytree,
     schema_of,
-    storage_key,
 )
 
 _SAFE_FRACTION = 0.25
@@ -106,7 +105,7 @@ class OpProbe:
         For an in-place variant, allocations in addition to the tensor that it writes count.
         """
         inputs, outputs = strided_tensors((args, kwargs)), strided_tensors(out)
-        if not (_allocates(inputs, outputs) or schema_of(target).is_mutable):
+        if not (makes_storage(inputs, outputs) or schema_of(target).is_mutable):
             return 0
         if _known_to_be_free(target, args, inputs, self.device):
             return 0
@@ -281,12 +280,6 @@ def signature(target: OpOverload | str, args: tuple[Any, ...], kwargs: Mapping[s
 
 def _extent_bytes(tensor: torch.Tensor) -> int:
     return extent(tensor) * tensor.dtype.itemsize
-
-
-def _allocates(inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> bool:
-    """True if the op makes a storage; one that only makes views runs no kernel."""
-    of_inputs = {storage_key(tensor) for tensor in inputs}
-    return any(storage_key(tensor) not in of_inputs for tensor in outputs)
 
 
 def _known_to_be_free(target: OpOverload, args: tuple[Any, ...], inputs: list[torch.Tensor],

@@ -35,6 +35,7 @@ from planner._graph_capture.fake_copies.storage_less import (
     StorageLessMode,
     storage_less_copy,
 )
+from planner._graph_capture.joint_graph.joint import tensors_of
 from planner._graph_capture.memory.trace import Category, MemoryTrace
 from planner._graph_capture.memory.tracker import MemoryTracker, Workspace
 from planner._graph_capture.optimizer.named import instances, make_optimizers, optimizer_name
@@ -43,7 +44,6 @@ from planner._graph_capture.torch_compat import (
     UnsupportedOperatorException,
     aten_name,
     optimizers_as_on,
-    pytree,
     without_hooks_of_all_optimizers,
 )
 from planner._graph_capture.training_graph import OptimizerMemory
@@ -115,19 +115,6 @@ class OptimizerTrace:
     def without_memory(self) -> OptimizerTrace:
         """The same optimizer with its state and its steps on another device."""
         return OptimizerTrace(self.name, MemoryTrace((), ()), 0, 0, 0, self.parameters)
-
-
-def trace_optimizer(optimizer: object, fake_copy: FakeCopy, *,
-                    with_gradient: Collection[str] | None = None,
-                    workspace: Workspace = lambda *call: 0) -> OptimizerMemory:
-    """The memory of `optimizer` on the trainable parameters of the fake copy's model.
-
-    Arguments and errors are those of `trace_optimizer_steps`.
-    """
-    if optimizer is None:
-        return OptimizerMemory("none", 0, 0)
-    return trace_optimizer_steps(optimizer, fake_copy, with_gradient=with_gradient,
-                                 workspace=workspace).memory
 
 
 def trace_optimizer_steps(
@@ -217,7 +204,7 @@ class _Steps:
         tracker, storage_less = self.tracker, self.storage_less
         for stepper in self.steppers:
             own = [value for name, value in vars(stepper).items() if name != "param_groups"]
-            for tensor in (*self.own_copies, *_tensors(own)):
+            for tensor in (*self.own_copies, *tensors_of(own)):
                 tracker.follow(tensor)
         scaler = None
         if self.settings.grad_scaler:
@@ -308,10 +295,6 @@ class _Steps:
     def _clip(self) -> None:
         if self.settings.grad_clip is not None:
             torch.nn.utils.clip_grad_norm_(self.parameters, self.settings.grad_clip)
-
-
-def _tensors(tree: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 
 def _without_multi_tensor_ops(workspace: Workspace) -> Workspace:

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 import torch
 
 from planner._graph_capture.dynamo.record import Recording, RegionCall
-from planner._graph_capture.fake_copies.fake import FakeCopy
 from planner._graph_capture.joint_graph.joint import count_cotangents
 from planner._graph_capture.joint_graph.lower import RESIDENT, LoweredRegion
 from planner._graph_capture.joint_graph.pipeline import JointVariant, lower_joint_graph
@@ -40,21 +39,22 @@ class RegionUse:
     """True if its compiled code runs several times in one step: nothing in it is replayed."""
 
 
-def region_uses(fake_copy: FakeCopy, recording: Recording, output: object, variant: JointVariant, *,
-                elides_output: bool = False) -> list[RegionUse]:
-    """The regions of a recorded step of the fake copy in one variant; `output`: the model's output.
+def region_uses(recording: Recording, variant: JointVariant, *, elides_output: bool = False
+                ) -> list[RegionUse]:
+    """The regions of a recorded step in one variant.
 
     `elides_output`: only the loss, which is part of the last region, reads the model's output.
     """
     recording.check_any()
-    trainable = {id(tensor): name for name, tensor in fake_copy.model.named_parameters()}
+    model = recording.fake_copy.model
+    trainable = {id(tensor): name for name, tensor in model.named_parameters()}
     names = {
         id(inside): inner_name
-        for name, tensor in (*fake_copy.model.named_buffers(), *fake_copy.model.named_parameters())
+        for name, tensor in (*model.named_buffers(), *model.named_parameters())
         for inner_name, inside in tensors_inside(tensor, name)
     }
     held: dict[int, list[int]] = {}  # storage -> the tensors of the model's output in it
-    for place, returned_tensor in enumerate(output_tensors(output)):
+    for place, returned_tensor in enumerate(output_tensors(recording.output)):
         held.setdefault(storage_key(returned_tensor), []).append(place)
     runs_by_code = count_runs(recording)
     made: dict[int, tuple[int, int]] = {}  # storage of an output -> (region, its storage there)

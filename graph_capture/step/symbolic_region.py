@@ -5,7 +5,7 @@ symbols for sizes.  It is cleaned and lowered like any other, once for each vari
 symbols have values, the same ops exchange storages of so many bytes.  `at` gives the region with
 numbers in the place of symbols, for the breakdown of a step; nothing is traced for it.
 
-Blind spots: sizes that depend on the values of tensors; forms in chunks.
+Blind spots: sizes that depend on the values of tensors; variants in chunks.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ class SymbolicRegion:
 
     @contextlib.contextmanager
     def at(self, values: Values, *, low_peak: bool = False) -> Iterator[LoweredRegion]:
-        """One form where the symbols have these values; inside, its nodes hold numbers."""
+        """One variant where the symbols have these values; inside, its nodes hold numbers."""
         region, mode = self.variants[low_peak], FakeTensorMode()
         kept = [(node, node.meta["val"]) for node in region.joint.graph.nodes
                 if "val" in node.meta]

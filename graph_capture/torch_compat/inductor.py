@@ -21,8 +21,20 @@ require(__name__)
 import torch
 import torch._functorch.config as functorch_config
 from torch import fx
+from torch._functorch import partitioners
+from torch._inductor import compile_fx
 from torch._inductor import config as inductor_config
+from torch._inductor.async_compile import AsyncCompile
+from torch._inductor.codecache import PyCodeCache
+from torch._inductor.codegen.cpp import CppScheduling, OuterLoopFusedSchedulerNode, TilingSelect
+from torch._inductor.cpp_builder import get_cpp_compiler
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
+from torch._inductor.exc import InvalidCxxCompiler
+from torch._inductor.graph import GraphLowering
+from torch._inductor.loop_body import MemoryUsageType as Use
+from torch._inductor.lowering import constrain_to_fx_strides, lowerings, make_fallback
+from torch._inductor.scheduler import SchedulerNode
+from torch._inductor.virtualized import V
 
 from planner._graph_capture.torch_compat.compilation import OpOverload, PartitionFunction, boxed
 
@@ -72,22 +84,18 @@ def inductor_backend(
     patches = {"custom_partitioner_fn": JointPartitioner(partition, uuid), **(settings or {})}
 
     def inner_compile(gm: fx.GraphModule, example_inputs: Sequence[Any], **options: Any) -> Any:
-        from torch._inductor.compile_fx import compile_fx_inner
-
         is_backward = bool(options.get("is_backward", False))
         if compile_graph is not None:
             return boxed(compile_graph(gm, example_inputs, is_backward))
         partitioned = _placeholder_values(gm)
         with _unused_inputs_unchecked(gm):
-            compiled = compile_fx_inner(gm, example_inputs, **options)
+            compiled = compile_fx.compile_fx_inner(gm, example_inputs, **options)
         return compiled if finish is None else finish(partitioned, compiled, is_backward)
 
     def backend(module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        from torch._inductor.compile_fx import compile_fx
-
         with recurrent_layers_trained(module):
-            compiled: Any = compile_fx(module, list(inputs), inner_compile=inner_compile,
-                                       config_patches=patches)
+            compiled: Any = compile_fx.compile_fx(
+                module, list(inputs), inner_compile=inner_compile, config_patches=patches)
         return compiled
 
     return backend
@@ -97,8 +105,6 @@ def inductor_backend(
 def _unused_inputs_unchecked(gm: fx.GraphModule) -> Iterator[None]:
     """Inside, code does not look at the layout and address of inputs that it does not use: a
     gradient that does not exist is passed as `None`."""
-    from torch._inductor import compile_fx
-
     inputs = gm.graph.find_nodes(op="placeholder")
     used = {place for place, node in enumerate(inputs) if node.users}
     settings = {} if len(used) == len(inputs) else {"size_asserts": False}
@@ -117,8 +123,6 @@ def declare_fallback(op: OpOverload) -> None:
     strides unless the op is tagged to accept any.  Otherwise Inductor learns only when it meets the
     op that its operands must be in memory, and the first graph's code differs from all later
     ones."""
-    from torch._inductor.lowering import constrain_to_fx_strides, lowerings, make_fallback
-
     if op not in lowerings:
         takes_any = torch.Tag.flexible_layout in op.tags
         make_fallback(op, None if takes_any else constrain_to_fx_strides)
@@ -139,8 +143,6 @@ def chosen_by_default(joint: fx.GraphModule, num_forward_outputs: int
 
     The partitioner stops before it splits the graph, which takes longer than the choice.
     """
-    from torch._functorch import partitioners
-
     chosen: list[tuple[fx.Graph, list[fx.Node]]] = []
 
     def note(module: fx.GraphModule, saved_values: Sequence[fx.Node], *_: Any, **__: Any) -> Any:
@@ -172,9 +174,6 @@ def missing_compiler(device: torch.device) -> str:
     """The requirement of Inductor for `device` that is missing; empty if none is."""
     if device.type != "cpu":
         return ""
-    from torch._inductor.cpp_builder import get_cpp_compiler
-    from torch._inductor.exc import InvalidCxxCompiler
-
     try:
         get_cpp_compiler()
     except InvalidCxxCompiler as error:
@@ -198,10 +197,6 @@ def stub_code(on_kernel: Callable[[KernelCall], None] | None = None,
     Inductor's kernels, which are then generated as for a real run; without it, kernels for CPUs
     are only sketched.  `around` makes a context for each run of the code.
     """
-    from torch._inductor import compile_fx
-    from torch._inductor.codecache import PyCodeCache
-    from torch._inductor.graph import GraphLowering
-
     def compile_to_module(graph: GraphLowering) -> Any:
         code, _ = graph.codegen()
         text = code if isinstance(code, str) else code.value
@@ -251,8 +246,6 @@ class Kernel:
 
     def build(self) -> Callable[[], Any]:
         """Start its compilation; the result is a function that waits for the kernel."""
-        from torch._inductor.async_compile import AsyncCompile
-
         built = getattr(AsyncCompile(), self.maker)(*self.source, **self.options)
 
         def wait() -> Any:
@@ -301,8 +294,6 @@ _KERNEL_MAKERS = ("triton", "cpp", "cpp_pybinding", "cuda", "cutlass", "halide",
 
 def _load_stub(text: str, path: str, constants: Mapping[str, Any],
                on_kernel: Callable[[KernelCall], None] | None = None) -> types.ModuleType:
-    from torch._inductor.async_compile import AsyncCompile
-
     def stub(maker: str) -> Callable[..., _NoKernel]:
         # It replaces a method of the class, and is looked up on an instance.
         return lambda _, *source, **options: _NoKernel(Kernel(maker, source, options), on_kernel)
@@ -350,9 +341,6 @@ def sketched_kernels() -> Iterator[None]:
     The scalar loops come first in any case, and decide what a kernel allocates and reuses.  The
     vectorization matters only where kernels share their outer loops.
     """
-    from torch._inductor.codegen.cpp import CppScheduling, OuterLoopFusedSchedulerNode, TilingSelect
-    from torch._inductor.scheduler import SchedulerNode
-
     generate, generate_loops = CppScheduling.codegen_node, SchedulerNode.codegen
 
     def scalar_loops(scheduling: Any, node: Any) -> None:
@@ -374,9 +362,6 @@ def sketched_kernels() -> Iterator[None]:
 def _told(node: Any) -> bool:
     """Pass the loads and stores of a node to the kernel that is being generated; false if the node
     does more."""
-    from torch._inductor.loop_body import MemoryUsageType as Use
-    from torch._inductor.virtualized import V
-
     usage = node._body.memory_usage
     stores = [*usage[Use.STORE], *usage[Use.STORE_REDUCTION]]
     if usage[Use.BUCKETIZE] or any(entry.mode not in (None, _ADDED) for entry in stores):

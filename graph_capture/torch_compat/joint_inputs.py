@@ -12,29 +12,28 @@ from planner._graph_capture.torch_compat.requirements import require
 
 require(__name__)
 
+from torch._functorch._aot_autograd.descriptors import (
+    DifferentiableAOTInput,
+    GradAOTOutput,
+    InputMutationAOTOutput,
+    PlainAOTInput,
+    SubclassGetAttrAOTInput,
+    SubclassGetAttrAOTOutput,
+)
+
 
 def mutated_inputs(output: fx.Node) -> dict[int, int]:
     """For each forward output that AOTAutograd copies back into an input after the forward:
     position among the outputs -> index of the input."""
-    from torch._functorch._aot_autograd.descriptors import InputMutationAOTOutput
-
     return _described_inputs(output, InputMutationAOTOutput, "mutated_input")
 
 
 def gradient_targets(output: fx.Node) -> dict[int, int]:
     """For each output that is a gradient: position among the outputs -> index of the input."""
-    from torch._functorch._aot_autograd.descriptors import GradAOTOutput
-
     return _described_inputs(output, GradAOTOutput, "grad_of")
 
 
 def _described_inputs(output: fx.Node, kind: type, attribute: str) -> dict[int, int]:
-    from torch._functorch._aot_autograd.descriptors import (
-        DifferentiableAOTInput,
-        SubclassGetAttrAOTInput,
-        SubclassGetAttrAOTOutput,
-    )
-
     # A tensor subclass has a placeholder for each tensor in it.
     place_of = {description: place for place, description in enumerate(
         node.meta.get("desc") for node in output.graph.find_nodes(op="placeholder"))}
@@ -75,8 +74,6 @@ class PrimalSource(NamedTuple):
 
 def primal_sources(primals: Sequence[fx.Node]) -> list[PrimalSource]:
     """The origin of each input of a joint graph."""
-    from torch._functorch._aot_autograd.descriptors import PlainAOTInput, SubclassGetAttrAOTInput
-
     sources = []
     for position, node in enumerate(primals):
         description: Any = node.meta.get("desc")

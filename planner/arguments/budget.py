@@ -20,7 +20,7 @@ _NUMBER = re.compile(r"\s*([+-]?(?:\d[\d_]*\.?\d*|\.\d+)(?:[eE][+-]?\d+)?)\s*([A
 _UNITS = {name.lower(): size for name, size in BYTES_PER_UNIT.items()}
 _MOST_BYTES = 2**63 - 1
 _MOST_PERCENT = 1_000_000
-_VARIANTS = 'a number of bytes (int), "8GB" (1e9 bytes), "8GiB" (2**30), "500MB" or "60%"'
+_EXPECTED = 'a number of bytes (int), "8GB" (1e9 bytes), "8GiB" (2**30), "500MB" or "60%"'
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ def parse_budget(budget_gb: float | None = None, budget: int | str | None = None
         return _from_text(budget)
     if isinstance(budget, bool) or not isinstance(budget, numbers.Integral):
         remedy = " (for gigabytes use budget_gb)" if isinstance(budget, numbers.Real) else ""
-        raise TypeError(f"budget must be {_VARIANTS}, got {budget!r}{remedy}")
+        raise TypeError(f"budget must be {_EXPECTED}, got {budget!r}{remedy}")
     size = operator.index(budget)
     if size <= 0:
         raise ValueError(f"budget must be more than 0 bytes, got {size}")
@@ -98,7 +98,7 @@ def _decimal(value: float) -> Fraction:
 def _from_text(text: str) -> Budget:
     match = _NUMBER.fullmatch(text)
     if match is None:
-        raise ValueError(f"budget must be {_VARIANTS}, got {text!r}")
+        raise ValueError(f"budget must be {_EXPECTED}, got {text!r}")
     number, unit = match.groups()
     rough = float(number)  # checked first: an exact 1e999999999 would take forever
     if not math.isfinite(rough) or rough <= 0:
@@ -111,7 +111,7 @@ def _from_text(text: str) -> Budget:
         return Budget(fraction=value / 100)
     if not unit:
         if value.denominator != 1:
-            raise ValueError(f"budget {text!r} has no unit: write {_VARIANTS}")
+            raise ValueError(f"budget {text!r} has no unit: write {_EXPECTED}")
         return Budget(size_bytes=_bytes(int(value), text))
     if unit.lower() not in _UNITS or (unit.endswith("b") and not unit.islower()):
         raise ValueError(f"budget {text!r} has an unknown unit {unit!r}: "

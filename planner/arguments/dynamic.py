@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+
+import torch
 
 from planner.arguments.planning import Dynamic
-
-if TYPE_CHECKING:
-    import torch
 
 
 def named_dimensions(dynamic: Dynamic, tensors: Mapping[str, torch.Tensor]

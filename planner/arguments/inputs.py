@@ -9,12 +9,12 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from torch import nn
+import torch
+from torch import nn
 
-_VARIANTS = ("a tuple of positional arguments, a mapping of keyword arguments, or one tensor "
+_EXPECTED = ("a tuple of positional arguments, a mapping of keyword arguments, or one tensor "
              "(the only argument)")
 
 
@@ -24,8 +24,6 @@ def split_inputs(model: nn.Module, inputs: object) -> tuple[tuple[Any, ...], dic
     `None` stands for `model.example_input_array` (Lightning), else `model.dummy_inputs` (Hugging
     Face).  Raises `TypeError` for any other type and `ValueError` if there are no inputs.
     """
-    import torch
-
     if inputs is None:
         inputs = _own_example(model)
     if isinstance(inputs, torch.Tensor):
@@ -39,7 +37,7 @@ def split_inputs(model: nn.Module, inputs: object) -> tuple[tuple[Any, ...], dic
     if isinstance(inputs, tuple):
         return inputs, {}
     remedy = "; make the list a tuple" if isinstance(inputs, list) else ""
-    raise TypeError(f"inputs must be {_VARIANTS}, got {type(inputs).__name__}{remedy}")
+    raise TypeError(f"inputs must be {_EXPECTED}, got {type(inputs).__name__}{remedy}")
 
 
 def join_inputs(
@@ -65,7 +63,7 @@ def _own_example(model: nn.Module) -> object:
         if example is not None:
             return example
     raise ValueError(f"{type(model).__name__} has neither example_input_array nor dummy_inputs: "
-                     f"pass inputs, {_VARIANTS}")
+                     f"pass inputs, {_EXPECTED}")
 
 
 def describe_inputs(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -75,8 +73,6 @@ def describe_inputs(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, 
 
 
 def _describe(value: object) -> Any:
-    import torch
-
     if isinstance(value, torch.Tensor):
         return {"shape": list(value.shape), "dtype": str(value.dtype).removeprefix("torch.")}
     if isinstance(value, Mapping):

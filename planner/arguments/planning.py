@@ -333,13 +333,10 @@ def _checked_dynamic(dynamic: object) -> Dynamic:
                 raise TypeError(f"{expected}, got the dimension {place!r} of {name!r}")
             if not isinstance(size, str):
                 raise TypeError(f"{expected}, got {size!r} for dimension {place} of {name!r}")
-            if not size.isidentifier() or keyword.iskeyword(size) or size in _TAKEN:
+            if not size.isidentifier() or keyword.iskeyword(size) or size in ("max", "min"):
                 raise ValueError(f"the name of a size must be one of Python's, such as batch, got "
                                  f"{size!r} for dimension {place} of {name!r}")
     return {name: dict(places) for name, places in dynamic.items()} or None
-
-
-_TAKEN = ("max", "min")
 
 
 def _allowed(allow: object) -> tuple[str, ...]:

@@ -101,8 +101,6 @@ _HOOKS = (
     "apply to the loss and all that is not planned")
 
 
-
-
 class PlanningForward(ObservingForward):
     """Forward override that plans the training steps of a model."""
 
@@ -123,8 +121,6 @@ class PlanningForward(ObservingForward):
         """The graph of the last step."""
         self._served: dict[Call, PlannedGraph] = {}
         self._symbolic = SymbolicGraphs(self.__self__, self.inner)
-        self._is_whole = False
-        """True if no plan by blocks fits, so that a deep model is one region, too."""
         self._begin_observing()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -202,10 +198,9 @@ class PlanningForward(ObservingForward):
         named = self._named_sizes(args, kwargs)
         symbolic = None if self.settings.on_new == "refuse" or self._early else (
             self._symbolic.graph_for(call, self.graphs, at_once=bool(named)))
-        if symbolic is not None:
-            ran, output = self._symbolic_step(symbolic, call, named, present, args, kwargs)
-            if ran:
-                return symbolic, output
+        if symbolic is not None and (found := self._symbolic_step(
+                symbolic, call, named, present, args, kwargs)):
+            return found
         refusal = ""
         known = self._served.get(call)
         for graph in sorted(self.graphs, key=lambda graph: graph is not known):
@@ -214,14 +209,7 @@ class PlanningForward(ObservingForward):
             refusal = "" if graph.planner else other_ranks(graph.plan.parallel, self.__self__)
             if refusal:
                 continue
-            try:
-                self._bring_up_to_date(graph, call, present, args, kwargs)
-            except InfeasibleBudget:
-                if graph.planner is None or not graph.planner.chose_blocks:
-                    raise
-                self._is_whole = True
-                self.graphs.remove(graph)
-                continue
+            self._bring_up_to_date(graph, call, present, args, kwargs)
             # A mismatch may show only after a part has run; then the next graph starts from the
             # beginning.
             is_trial = graph.has_control_flow or (
@@ -242,10 +230,9 @@ class PlanningForward(ObservingForward):
         graph = self._new_graph(call, present, args, kwargs)
         if named and symbolic is None:  # the first step has shown what the symbolic one is to be
             symbolic = self._symbolic.graph_for(call, [graph], at_once=True)
-            if symbolic is not None:
-                ran, output = self._symbolic_step(symbolic, call, named, present, args, kwargs)
-                if ran:
-                    return symbolic, output
+            if symbolic is not None and (found := self._symbolic_step(
+                    symbolic, call, named, present, args, kwargs)):
+                return found
         return graph, self._run(graph, args, kwargs)
 
     def _named_sizes(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> NamedDimensions:
@@ -263,9 +250,9 @@ class PlanningForward(ObservingForward):
 
     def _symbolic_step(self, graph: SymbolicGraph, call: Call, named: NamedDimensions,
                        present: Present, args: tuple[Any, ...], kwargs: dict[str, Any]
-                       ) -> tuple[bool, Any]:
+                       ) -> tuple[SymbolicGraph, Any] | None:
         """Run the step on a graph with symbolic sizes, planned for them where no plan serves them;
-        returns `False` where there is no such graph, and the output."""
+        returns the graph and the output, `None` where there is no such graph."""
         graph.note_sizes(call, named)
         for _ in range(_TRIES):
             self._bring_up_to_date(graph, call, present, args, kwargs)
@@ -276,22 +263,22 @@ class PlanningForward(ObservingForward):
                     self._plan_sizes(graph, unknown.graph, call, present, args, kwargs)
                 except CaptureError as error:
                     self._symbolic.give_up(graph, call, error)
-                    return False, None
+                    return None
             except InfeasibleBudget:
                 raise
             except PlanMismatch as error:
                 self._symbolic.give_up(graph, call, error)
-                return False, None
+                return None
             except Exception as error:  # whatever tracing the user's code raises
                 if graph.has_run:
                     raise
                 self._symbolic.give_up(graph, call, error)
-                return False, None
+                return None
             else:
                 graph.note_run()
                 if graph not in self.graphs:
                     self.graphs.insert(0, graph)
-                return True, output
+                return graph, output
         raise PlanMismatch("no schedule was found that serves these sizes")
 
     def _plan_sizes(self, graph: SymbolicGraph, target: SymbolicCallable, call: Call,
@@ -309,7 +296,7 @@ class PlanningForward(ObservingForward):
             graph.note(present)
             graph.loss, graph.planner = self._expected_loss(planner, graph), planner
             self._look_outside(graph, args, kwargs)
-            self._plan(graph, self._known(graph, present), present)
+            self._plan(graph, self._known(graph, present), call, args, kwargs)
             watch.conclude(f": {summarize(graph.plan)}")
 
     def _run(self, graph: PlannedGraph, args: tuple[Any, ...], kwargs: dict[str, Any], *,
@@ -340,22 +327,16 @@ class PlanningForward(ObservingForward):
         with self._planning() as watch:
             planner = GraphPlanner(module, args, kwargs, settings.planning, settings.limit,
                                    settings.batches_ahead, partial(alive, self._optimizers),
-                                   early=dict(self._early), is_whole=self._is_whole)
+                                   early=dict(self._early), is_whole=any(
+                                       graph.planner is not None and graph.planner.is_whole
+                                       for graph in self.graphs))
             graph = PlannedGraph(call, planner)
             graph.note(present)
             self._share_step(graph)
             graph.lives = self._expected_output(planner)
             self._look_outside(graph, args, kwargs)
-            try:
-                self._plan(graph, self._known(graph, present), present)
-            except InfeasibleBudget:
-                if not planner.chose_blocks:
-                    raise
-                self._is_whole = True
-            else:
-                watch.conclude(f": {summarize(graph.plan)}")
-        if planner.chose_blocks and self._is_whole:
-            return self._new_graph(call, present, args, kwargs)
+            self._plan(graph, self._known(graph, present), call, args, kwargs)
+            watch.conclude(f": {summarize(graph.plan)}")
         self.graphs.insert(0, graph)
         return graph
 
@@ -389,33 +370,29 @@ class PlanningForward(ObservingForward):
                 if call != graph.call:
                     return
                 planner.capture_again(self.__self__, args, kwargs, known)
-            self._plan(graph, known, present)
+            self._plan(graph, known, call, args, kwargs)
             watch.conclude(f": {summarize(graph.plan)}")
 
-    def _plan(self, graph: PlannedGraph, known: Known | None, present: Present) -> None:
+    def _plan(self, graph: PlannedGraph, known: Known | None, call: Call, args: tuple[Any, ...],
+              kwargs: dict[str, Any]) -> None:
         """Make the plan of a graph; `known`: `None` if a part of the step is not known."""
         planner = graph.planner
         assert planner is not None
-        graph.is_provisional = known is None
-        graph.is_settled = known is not None and graph.is_observed
-        graph.known = known or self._assumed(graph)
+        counted, was_whole = known or self._assumed(graph), planner.is_whole
         try:
-            plan = planner.provisional_plan(graph.known) if known is None else planner.plan(known)
-            if planner.chose_blocks and plan.limited_bytes > (plan.budget_bytes or math.inf):
-                raise InfeasibleBudget(plan.budget_bytes or 0, plan.limited_bytes, "")
+            plan = planner.plan(self.__self__, args, kwargs, counted, is_provisional=known is None)
         except InfeasibleBudget as refusal:
-            if planner.chose_blocks:
-                raise
             if planner.is_percentage and graph.compare(self.graphs):
                 # The last batch of an epoch may be far smaller than those that the budget is for.
-                self._plan(graph, known and self._known(graph, present), present)
+                outside = graph.outside(self._unforeseen_bytes)
+                self._plan(graph, known and replace(known, outside=outside), call, args, kwargs)
                 return
             # From the next step on the others leave more.
-            makes_way = bool(graph.companions) and graph.make_way(planner.leanest(graph.known))
+            makes_way = bool(graph.companions) and graph.make_way(planner.leanest(counted))
             is_certain = graph.is_observed and not makes_way and not self._unforeseen_bytes
-            if is_certain or not planner.may_fit(graph.known):
+            if is_certain or not planner.may_fit(counted):
                 raise
-            plan = planner.leanest(graph.known)
+            plan = planner.leanest(counted)
             log.log(logging.WARNING if graph.is_observed else logging.INFO,
                     "%s: this call does not fit in the budget beside %s: %s", self._name,
                     "what others hold; it runs under the schedule of the smallest peak, and they "
@@ -424,8 +401,12 @@ class PlanningForward(ObservingForward):
                     "peak" if graph.is_observed else
                     "what its backward is assumed to meet; until that was seen, it runs under the "
                     "schedule of the smallest peak", refusal)
+        if planner.is_whole != was_whole:
+            graph.call = call
+        graph.known, graph.is_provisional = counted, known is None
+        graph.is_settled = known is not None and graph.is_observed
         graph.adopt(self.__self__, plan)
-        planner.note_saved(plan, graph.known)
+        planner.note_saved(plan, counted)
         graph.plans_made += 1
         self._plans += 1
         self._watch_next_steps()

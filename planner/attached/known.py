@@ -16,6 +16,7 @@ Blind spot: the loss's memory is that of the first step; later growth is not obs
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -126,23 +127,21 @@ class GraphPlanner:
         step's graph, where it was captured before with symbolic sizes; `earlier`: a plan of that
         graph at other sizes; `early`: gradients that hooks free as they come; `is_whole`: a deep
         model is one region, too."""
-        self._is_whole = is_whole
+        self.is_whole = is_whole
+        """True if no plan by blocks fits, so that a deep model is one region, too."""
         self.chose_blocks = False
         """True if the model is captured by its blocks because it is deep."""
         self._early = dict(early or {})
         self._planning, self._limit, self._batches_ahead = planning, limit, batches_ahead
         self._stepping, self._symbolic = stepping, symbolic
-        self._earlier = earlier
-        """The last plan of the whole step."""
         self._kept_code: TracedCode | None = None  # for another capture of the same call
         self._kept_regions: str | Sequence[str] | None = None
         self._has_captured = False
         self.has_control_flow = False
         """True if values of tensors decide the step's control flow."""
+        self._earlier: Plan | None  # the last one of this graph
         self._capture(model, args, dict(kwargs), planning)
-        self._with_loss: tuple[tuple[ObservedLoss, int], CapturedStep] | None = None
-        self._captured_with: ObservedLoss | None = None  # the loss that the step was captured with
-        self._captured_without_output = False
+        self._earlier = earlier
         self.saved_bytes = 0
         """Memory that a call keeps from the end of its forward to its backward, under the last
         plan."""
@@ -151,6 +150,10 @@ class GraphPlanner:
 
     def _capture(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
                  planning: Planning) -> None:
+        self._with_loss: tuple[tuple[ObservedLoss, int], CapturedStep] | None = None
+        self._captured_with: ObservedLoss | None = None  # the loss that the step was captured with
+        self._captured_without_output = False
+        self._earlier = None
         self._made: list[tuple[tuple[Known, int, str | None], PreparedStep]] = []
         self._input_bytes = sum(tensor.nbytes for tensor in output_tensors((args, kwargs)))
         planning = with_wrappers(model, planning)
@@ -193,8 +196,8 @@ class GraphPlanner:
                 except DataDependentValue as error:
                     raise CaptureError(f"{error.what or error}, {_NOT_FOLLOWED}") from error
                 self.has_control_flow = True
-                log.info("%s asks for values of tensors: its step is planned in the chunks that "
-                         "lie between, as this call takes them", type(model).__name__)
+                log.info("%s asks for values of tensors: its step is planned in the regions "
+                         "that lie between, as this call takes them", type(model).__name__)
         # On one device, the loop's other memory is measured: `planner.attached.held`.
         held_bytes = 0 if self.is_alone else self._batches_ahead * self._input_bytes
         if self._parallel is None and wrapping_data_parallel() is not None:
@@ -209,7 +212,7 @@ class GraphPlanner:
         self._signature = signature_of(model, args, kwargs)
 
     def _may_be_by_blocks(self, planning: Planning) -> bool:
-        return (planning.regions is None and self.is_alone and not self._is_whole
+        return (planning.regions is None and self.is_alone and not self.is_whole
                 and self._symbolic is None and planning.backend == "eager"
                 and planning.budget_of == "allocated" and not planning.chunks and not self._early)
 
@@ -282,7 +285,7 @@ class GraphPlanner:
         if known.lets_output_go:
             planning = replace(planning, hold_output=False)
         self._capture(model, args, dict(kwargs), planning)
-        self._captured_with, self._with_loss = known.loss, None
+        self._captured_with = known.loss
         self._captured_without_output = known.lets_output_go
 
     def _may_free(self, planning: Planning) -> bool:
@@ -328,7 +331,7 @@ class GraphPlanner:
         return self._step.tracing.workspace
 
     def schedule_of(self, plan: Plan, known: Known) -> tuple[Variant, Schedule]:
-        """The form of the step that a plan made with `known` is of, and its schedule."""
+        """The variant of the step that a plan made with `known` is of, and its schedule."""
         prepared = self._prepared(known)
         prepared = self._prepared(known, self._needed(known, prepared, plan))
         variant = prepared.variant_of(plan.spec)
@@ -353,7 +356,7 @@ class GraphPlanner:
         return [own for own, fake in fake_copy.fake_of.items() if id(fake) not in inputs]
 
     def take_code(self) -> TracedCode | None:
-        """What was compiled for capture, once."""
+        """The compiled code that capture has kept; `None` from the second call on."""
         code, self._code = self._code, None
         return code
 
@@ -370,7 +373,24 @@ class GraphPlanner:
             seen = replace(seen, forward_peak_bytes=None)
         return seen
 
-    def plan(self, known: Known) -> Plan:
+    def plan(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], known: Known, *,
+             is_provisional: bool) -> Plan:
+        """The plan for a call, all of whose step is known or some of it assumed; raises
+        `InfeasibleBudget`.  A deep model that does not fit by blocks is captured again as one
+        region."""
+        make = self._provisional_plan if is_provisional else self._final_plan
+        if self.chose_blocks:
+            with suppress(InfeasibleBudget):
+                plan = make(known)
+                if plan.limited_bytes <= (plan.budget_bytes or math.inf):
+                    return plan
+            self.is_whole = True
+            self._capture(model, args, kwargs, self._planning)
+            if not is_provisional and self.needs_capture_for(known):
+                self.capture_again(model, args, kwargs, known)
+        return make(known)
+
+    def _final_plan(self, known: Known) -> Plan:
         """The plan for a fully known step; raises `InfeasibleBudget`."""
         started = time.monotonic()
         prepared = self._prepared(known)
@@ -486,7 +506,7 @@ class GraphPlanner:
             schedule, variant.net_peak_bytes(schedule), 1 + plan.overhead, 1.0, 1 + bound,
             "feasible", plan.solve_seconds or 0.0, plan.solver))
 
-    def provisional_plan(self, known: Known) -> Plan:
+    def _provisional_plan(self, known: Known) -> Plan:
         """A plan for a step whose optimizer or loss is not known yet, within the budget and with as
         much headroom for them as possible.
 

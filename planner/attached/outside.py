@@ -14,15 +14,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
+from planner._graph_capture.capture import CapturedStep
 from planner._graph_capture.training_graph import Phase
 from planner.solvers.problem import Schedule
 from planner.solvers.simulator import unroll
 from planner.step.variant import Variant
-
-if TYPE_CHECKING:
-    from planner._graph_capture.capture import CapturedStep
 
 
 @dataclass(frozen=True, slots=True)

@@ -78,13 +78,12 @@ class PlannedGraph:
         self.plan, self.plain_bytes = plan, plan.baseline_peak_bytes
         if isinstance(earlier, PlannedCode | PlannedBlocks) and earlier.exchange(plan.sized_spec):
             return
-        self.code = code = code_of(module, plan.sized_spec)
-        if isinstance(code, PlannedCode | PlannedBlocks) and is_exchangeable(plan.spec):
-            kept = None if self.planner is None else self.planner.take_code()
-            if isinstance(code, PlannedCode):
-                code.make_exchangeable(kept, module)
-            elif self.planner is not None and self.planner.is_alone:
-                code.make_exchangeable(kept)
+        planner = self.planner
+        may_exchange = (planner is not None and is_exchangeable(plan.spec)
+                        and (planner.is_alone or not plan.spec.blocks))
+        self.code = code = code_of(
+            module, plan.sized_spec, may_exchange=may_exchange,
+            traced=planner.take_code() if planner is not None and may_exchange else None)
         if isinstance(code, PlannedBlocks):
             code.fall_back(with_least_memory, may_vary=self.may_skip)
         else:

@@ -147,7 +147,7 @@ def _find_largest(what: str, options: SizedTargetOptions, sizes: SizeOptions, pl
     limit = check_overhead(_fraction(sizes.overhead))
     check_writable(save_to)
     first = -(-sizes.smallest // sizes.multiple_of) * sizes.multiple_of
-    target = load_sized_target(options, what, first=first, device="meta")
+    target = load_sized_target(options, what, first=first)
     search = max_batch_size if what == "batch" else max_sequence_length
     found = search(target.model, target.make_inputs, budget=sizes.budget, overhead=limit,
                    plan=sizes.plan, smallest=sizes.smallest, multiple_of=sizes.multiple_of,
@@ -192,7 +192,7 @@ def advise(
     absolute_budget(None, budget, "which differs with the batch")
     check_writable(save_to)
     planning = replace(planning, parallel=ranks.settings())
-    found = load_sized_target(target, "batch", first=1, device="meta")
+    found = load_sized_target(target, "batch", first=1)
     arguments = replace(planning, loss_fn=found.loss_fn).arguments()
     del arguments["accumulation"]
     advice = find_choices(found.model, found.make_inputs, effective_batch=effective_batch,

@@ -180,7 +180,7 @@ def _parameter(field: Field[Any]) -> inspect.Parameter:
 _MOST_BYTES = 2**62
 """More than any machine has; beyond this torch cannot count the elements."""
 
-_VARIANT = re.compile(r"([A-Za-z_]\w*):(\w+)\[([\d,\s]*)\]")
+_INPUT = re.compile(r"([A-Za-z_]\w*):(\w+)\[([\d,\s]*)\]")
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,7 +227,7 @@ def parse_inputs(texts: Iterable[str]) -> dict[str, TensorSpec]:
 def _parse(text: str) -> TensorSpec:
     import torch
 
-    match = _VARIANT.fullmatch(text.strip())
+    match = _INPUT.fullmatch(text.strip())
     if match is None:
         raise UsageError(f"--input must be NAME:DTYPE[SHAPE], such as input_ids:int64[8,512], "
                          f"got {text!r}")

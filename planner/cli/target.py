@@ -127,18 +127,17 @@ class SizedTarget:
     """The factory's loss by size; `None` if it returns none."""
 
 
-def load_sized_target(options: TargetOptions, what: str, *, first: int,
-                      device: str) -> SizedTarget:
+def load_sized_target(options: TargetOptions, what: str, *, first: int) -> SizedTarget:
     """Load the model and a function from size to inputs; `what` varies, `batch` or `sequence`.
 
-    `first`: the first size that a factory is called with; `device`: for an `hf:` target.  Raises
+    `first`: the first size that a factory is called with.  An `hf:` target is on `meta`.  Raises
     `UsageError` and `TargetError` like `load_target`.
     """
     loss_fn = find_loss(options.loss)
     if options.target.startswith("hf:"):
         from planner.cli.hugging_face import load_sized_hugging_face
 
-        return SizedTarget(*load_sized_hugging_face(options, what, device=device), loss_fn)
+        return SizedTarget(*load_sized_hugging_face(options, what, device="meta"), loss_fn)
     refuse_hf_options(options,
                       f"a factory is called with the {what} size and sets all others itself")
     factory = find_factory(options.target)

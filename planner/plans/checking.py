@@ -142,17 +142,14 @@ def _of_memory(plan: Plan, variant: Variant, timeline: Timeline) -> Iterator[str
     expected: dict[str, object] = {
         "resident_bytes": budget.resident_bytes,
         "optimizer_step_peak_bytes": budget.optimizer_step_bytes}
-    lengths = {
-        len(memory_timeline.gradients),
-        len(memory_timeline.activations),
-        len(memory_timeline.temporaries),
-    }
+    rows = (memory_timeline.gradients, memory_timeline.activations, memory_timeline.temporaries)
+    lengths = {len(row) for row in rows}
     if len(lengths) > 1 or 0 in lengths or memory_timeline.backward_begins > max(lengths):
-        yield ("course: its rows are of different lengths or empty, or its backward begins behind "
-               "their end")
+        yield ("memory_timeline: its rows are of different lengths or empty, or its backward "
+               "begins behind their end")
         return
     if memory_timeline.plain.backward_begins > len(memory_timeline.plain.whole_bytes):
-        yield "course.plain: its backward begins behind its end"
+        yield "memory_timeline.plain: its backward begins behind its end"
     if plan.backend == "eager":
         found = breakdown(variant, timeline)
         expected |= {"forward_backward_peak_bytes": found.forward_backward_peak_bytes,
@@ -162,16 +159,7 @@ def _of_memory(plan: Plan, variant: Variant, timeline: Timeline) -> Iterator[str
         expected["memory_timeline"] = StepTimeline.of(memory_over(variant.graph, timeline), begins,
                                                       budget.resident, memory_timeline.plain)
     else:
-        levels = map(
-            sum,
-            zip(
-                memory_timeline.gradients,
-                memory_timeline.activations,
-                memory_timeline.temporaries,
-                strict=True,
-            ),
-        )
-        net_bytes = max(0, max(levels, default=0)
+        net_bytes = max(0, max(map(sum, zip(*rows, strict=True)), default=0)
                         - budget.resident.gradients - budget.resident.activations)
         expected |= {
             "forward_backward_peak_bytes": budget.resident_bytes + net_bytes,

@@ -10,7 +10,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from os import PathLike
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from torch import nn
 
 from planner._apply.rewrite_spec import RewriteSpec
 from planner._graph_capture.training_graph import KernelChoice, OptimizerMemory, ResidentMemory
@@ -20,9 +22,6 @@ from planner.plans.document import Change, Predicted
 from planner.solvers.problem import Link
 from planner.solvers.result import Status
 from planner.step.categories import StepTimeline
-
-if TYPE_CHECKING:
-    from torch import nn
 
 
 @dataclass(frozen=True, slots=True)

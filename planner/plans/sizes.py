@@ -6,12 +6,17 @@ from collections.abc import Mapping
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
+import torch
+
+from planner._graph_capture.op_costs.costs import OpCosts
 from planner.arguments.planning import check_count
 from planner.errors import PlanMismatch
+from planner.plans.checking import stated_variant
+from planner.plans.decisions import schedule_of
+from planner.step.other_sizes import SizedPeak
 
 if TYPE_CHECKING:
     from planner.plans.plan import Plan
-    from planner.step.other_sizes import SizedPeak
 
 
 def peak_bytes_at(plan: Plan, sizes: Mapping[str, int]) -> int:
@@ -56,13 +61,6 @@ def fits(plan: Plan, values: Mapping[str, int]) -> bool:
 @lru_cache(maxsize=16)
 def sized_peak(plan: Plan) -> SizedPeak:
     """The peak of a plan as a function of its sizes."""
-    import torch
-
-    from planner._graph_capture.op_costs.costs import OpCosts
-    from planner.plans.checking import stated_variant
-    from planner.plans.decisions import schedule_of
-    from planner.step.other_sizes import SizedPeak
-
     assert plan.spec.sizes is not None, "a plan with ranges"
     variant = stated_variant(plan)
     return SizedPeak(variant, schedule_of(variant, plan.spec), plan.spec.sizes,

@@ -12,26 +12,30 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import torch
+from torch import nn
+
+from planner._graph_capture.fake_copies.fake import FakeCopy, device_planned_for, make_fake_copy
+from planner._graph_capture.memory.trace import COMMUNICATION, Category, MemoryTrace
+from planner._graph_capture.op_costs.costs import OpCosts
+from planner._graph_capture.op_costs.devices import Gpu, compute_capability
+from planner._graph_capture.optimizer.step import trace_optimizer_steps
+from planner._graph_capture.plain_step.micro_batch import trace_micro_batch
+from planner._graph_capture.torch_compat import quiet_fake_tensors
+from planner._graph_capture.training_graph import BufferKind, OptimizerMemory
+from planner.api import capture_for
 from planner.arguments.inputs import split_inputs
 from planner.arguments.parallel import DataParallel, check_parallel
 from planner.arguments.planning import Planning
+from planner.plans.plan import Plan
+from planner.solvers.simulator import Timeline
 from planner.step.breakdown import breakdown
 from planner.step.categories import MemoryByCategory
-
-if TYPE_CHECKING:
-    import torch
-    from torch import nn
-
-    from planner._graph_capture.fake_copies.fake import FakeCopy
-    from planner._graph_capture.memory.trace import MemoryTrace
-    from planner._graph_capture.op_costs.devices import Gpu
-    from planner._graph_capture.training_graph import OptimizerMemory
-    from planner.plans.plan import Plan
-    from planner.solvers.simulator import Timeline
-    from planner.step.rank_layout import FullyShardedLayout, Replicated
-    from planner.step.variant import Variant
+from planner.step.rank_layout import FullyShardedLayout, Replicated, layout_of
+from planner.step.variant import Variant
+from planner.step.wrapped import beneath_wrappers
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -106,8 +110,6 @@ def data_parallel(model: nn.Module, inputs: object = None, *, parallel: DataPara
     made for another step, and `ValueError` if it cannot run under `parallel`: a unit lies inside a
     region that the plan compiles as one graph.
     """
-    from torch import nn
-
     check_parallel(parallel)
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
@@ -124,15 +126,6 @@ def _trace(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
            parallel: DataParallel, loss_fn: Callable[[Any], torch.Tensor] | None,
            optimizer: object, device: torch.device | str | None, gpu: str | Gpu | None,
            probe: bool) -> RankMemory:
-    from planner._graph_capture.fake_copies.fake import device_planned_for, make_fake_copy
-    from planner._graph_capture.op_costs.costs import OpCosts
-    from planner._graph_capture.op_costs.devices import compute_capability
-    from planner._graph_capture.optimizer.step import trace_optimizer
-    from planner._graph_capture.plain_step.micro_batch import trace_micro_batch
-    from planner._graph_capture.torch_compat import quiet_fake_tensors
-    from planner.step.rank_layout import layout_of
-    from planner.step.wrapped import beneath_wrappers
-
     with quiet_fake_tensors():
         target = device_planned_for(model, device)
         fake_copy = make_fake_copy(beneath_wrappers(model, parallel), args, kwargs, device=target,
@@ -142,9 +135,8 @@ def _trace(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
         costs = OpCosts(fake_copy.device, probe=probe, gpu=gpu)
         step = trace_micro_batch(fake_copy, None if loss_fn is None else fake_copy.extra[0],
                                  workspace=costs.workspace_bytes, wrapper=layout.wrapper())
-        footprint = (None if optimizer is None
-                     else trace_optimizer(*layout.share_of(optimizer),
-                                          workspace=costs.workspace_bytes))
+        footprint = None if optimizer is None else trace_optimizer_steps(
+            *layout.share_of(optimizer), workspace=costs.workspace_bytes).memory
     notes = [] if costs.assumption is None else [costs.assumption]
     if costs.assumed:
         notes.append("workspace is a stated margin, not a measurement, for: "
@@ -157,8 +149,6 @@ def _trace(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
 def _breakdown(fake_copy: FakeCopy, parallel: DataParallel,
                layout: Replicated | FullyShardedLayout, trace: MemoryTrace,
                footprint: OptimizerMemory | None, notes: tuple[str, ...]) -> RankMemory:
-    from planner._graph_capture.memory.trace import COMMUNICATION, Category
-
     resident = {
         "parameters": layout.parameters_bytes,
         "buffers": fake_copy.resident.buffers_bytes,
@@ -196,8 +186,6 @@ def _planned(model: nn.Module, inputs: object, plan: Plan, plain: RankMemory,
              **arguments: Any) -> RankMemory:
     """The report of a rank under `plan`; `plain`: its plain step; `arguments`: further ones of
     `plan`."""
-    from planner.api import capture_for
-
     if plan.backend != "eager":
         raise ValueError(f"plan: the report of a rank follows plans that run op by op, and this "
                          f"one is for the backend {plan.backend!r}; its memory is in plan.memory, "
@@ -224,9 +212,6 @@ def _planned(model: nn.Module, inputs: object, plan: Plan, plain: RankMemory,
 
 def _of_wrapper(variant: Variant, timeline: Timeline) -> tuple[int, int]:
     """Bytes of gathered parameters, and of collectives' buffers, at the peak."""
-    from planner._graph_capture.memory.trace import COMMUNICATION
-    from planner._graph_capture.training_graph import BufferKind
-
     position, gathered, sent = timeline.peak_position, 0, 0
     for instance in timeline.instances:
         buffer = variant.graph.buffers[instance.storage]

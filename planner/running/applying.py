@@ -10,13 +10,19 @@ import inspect
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from torch import nn
+
 from planner._apply.errors import PlanMismatch
+from planner._apply.planned_forward import CountingForward, apply_spec
 from planner._apply.rewrite_spec import RewriteSpec
 from planner._apply.step_counts import StepCounts as StepCounts
+from planner._graph_capture.memory.sparse import strided_tensors
+from planner._graph_capture.module_forward import forward_override
+from planner._graph_capture.torch_compat import storage_key
+from planner.arguments.inputs import join_inputs
+from planner.step.wrapped import other_ranks, unwrapped
 
 if TYPE_CHECKING:
-    from torch import nn
-
     from planner.plans.plan import Plan
 
 
@@ -51,17 +57,12 @@ def apply(model: nn.Module, plan: Plan, *,
     when the graph is captured) or is inconsistent, and `TypeError` if an argument is not a model or
     a plan.
     """
-    from torch import nn
-
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     spec = _spec_of("plan", plan)
     if replan is not None and not callable(replan):
         raise TypeError("replan must be a function of a model and its inputs that returns a "
                         f"planner.Plan, got {type(replan).__name__}")
-    from planner._apply.planned_forward import apply_spec
-    from planner.step.wrapped import other_ranks, unwrapped
-
     if unwrapped(model) is not model:
         raise PlanMismatch(
             f"the plan is for the {type(unwrapped(model)).__name__} inside of this "
@@ -85,9 +86,6 @@ def steps_of(model: nn.Module) -> StepCounts:
 
     Raises `ValueError` if no plan was applied to any module of `model`.
     """
-    from planner._apply.planned_forward import CountingForward
-    from planner._graph_capture.module_forward import forward_override
-
     for module in model.modules():
         found = forward_override(module)
         if isinstance(found, CountingForward):
@@ -100,8 +98,6 @@ def _specs(
     replan: Callable[[nn.Module, Any], Plan],
 ) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], RewriteSpec]:
     """Adapt the user's function to the signature that the applier calls."""
-    from planner.arguments.inputs import join_inputs
-
     def make(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> RewriteSpec:
         return _spec_of("the result of replan",
                         replan(model, join_inputs(model, args, kwargs)))
@@ -137,9 +133,6 @@ def _check_resident(model: nn.Module, plan: Plan) -> None:
 def _state_bytes(model: nn.Module) -> int:
     """Bytes of a model's parameters and buffers, each storage once, limited to the part they
     use."""
-    from planner._graph_capture.memory.sparse import strided_tensors
-    from planner._graph_capture.torch_compat import storage_key
-
     storages: dict[int, list[int]] = {}
     for tensor in strided_tensors([*model.parameters(), *model.buffers()]):
         storages.setdefault(storage_key(tensor), [tensor.untyped_storage().nbytes(), 0])[1] += (

@@ -21,20 +21,32 @@ buffers and torch's random generators is neither compared nor restored.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import torch
+from torch import nn
+
+from planner._apply.blocks import code_of, run_step
+from planner._apply.call_signature import autocast_as_planned, input_tensors
+from planner._graph_capture.memory.allocator import record_peak
+from planner._graph_capture.module_forward import (
+    ForwardOverride,
+    forward_override,
+    in_place_of_forward,
+    own_forward,
+)
+from planner._graph_capture.plain_step.loss import objective
 from planner._graph_capture.torch_compat import pytree
 from planner.arguments.inputs import split_inputs
 from planner.errors import PlanMismatch
 from planner.running.applying import apply, steps_of
+from planner.step.wrapped import other_ranks, parallel_of, unwrapped
 
 if TYPE_CHECKING:
-    import torch
-    from torch import nn
-
     from planner.arguments.parallel import DataParallel
     from planner.plans.plan import Plan
 
@@ -134,11 +146,6 @@ def verify(model: nn.Module, plan: Plan, inputs: object = None, *,
     nothing can be differentiated, and `ValueError` for a model without values (on `meta`) or if
     only one of model and plan is for a single device.
     """
-    from planner._apply.call_signature import autocast_as_planned, input_tensors
-    from planner._graph_capture.memory.allocator import record_peak
-    from planner._graph_capture.plain_step.loss import objective
-    from planner.step.wrapped import parallel_of
-
     args, kwargs = split_inputs(model, inputs)
     device = _device_of(model)
     ranks = parallel_of(model)
@@ -213,10 +220,6 @@ def _steps_on_one_device(model: nn.Module, plan: Plan) -> Steps:
 
 def _compiled(model: nn.Module, backend: str) -> nn.Module:
     """The model compiled by a torch backend, without a plan."""
-    import copy
-
-    import torch
-
     unplanned = copy.copy(model)
     unplanned.compile(backend=backend, dynamic=False)
     assert isinstance(unplanned, torch.nn.Module)
@@ -256,8 +259,6 @@ def _state_kept(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
     """Context that yields a function to reset the model: no gradients, and the buffers and random
     state of entry.  On exit the gradients are restored, too; `reuses_gradients`: every step writes
     to their memory."""
-    import torch
-
     leaves = [leaf for leaf in pytree.tree_leaves((args, kwargs))
               if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
     with_gradients = [*model.parameters(), *leaves]
@@ -288,8 +289,6 @@ def _state_kept(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
 
 def _random_states() -> dict[str, torch.Tensor]:
     """State of every random generator of torch, by device."""
-    import torch
-
     states = {"cpu": torch.get_rng_state()}
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         states.update({f"cuda:{number}": state
@@ -298,8 +297,6 @@ def _random_states() -> dict[str, torch.Tensor]:
 
 
 def _set_random_states(states: dict[str, torch.Tensor]) -> None:
-    import torch
-
     for device, state in states.items():
         if device == "cpu":
             torch.set_rng_state(state)
@@ -308,8 +305,6 @@ def _set_random_states(states: dict[str, torch.Tensor]) -> None:
 
 
 def _relative_distance(expected: dict[str, torch.Tensor], found: dict[str, torch.Tensor]) -> float:
-    import torch
-
     if expected.keys() != found.keys():
         return float("inf")
     distance = size = 0.0
@@ -326,8 +321,6 @@ def _relative_distance(expected: dict[str, torch.Tensor], found: dict[str, torch
 
 
 def _all_equal(expected: dict[str, torch.Tensor], found: dict[str, torch.Tensor]) -> bool:
-    import torch
-
     return expected.keys() == found.keys() and all(
         torch.equal(tensor, found[name]) for name, tensor in expected.items())
 
@@ -344,8 +337,6 @@ def _all_close(expected: dict[str, torch.Tensor], found: dict[str, torch.Tensor]
 
 def _is_coarse(model: nn.Module, plan: Plan) -> bool:
     """True if a part of the step is computed in a dtype coarser than float32."""
-    import torch
-
     under, ranks = plan.spec.signature, plan.parallel
     return bool(under and under.autocast) or (
         ranks is not None and ranks.param_dtype not in (None, "fp32")) or any(
@@ -354,8 +345,6 @@ def _is_coarse(model: nn.Module, plan: Plan) -> bool:
 
 
 def _device_of(model: nn.Module) -> torch.device:
-    import torch
-
     tensor = next(iter(model.parameters()), next(iter(model.buffers()), None))
     device = torch.device("cpu") if tensor is None else tensor.device
     if device.type == "meta":
@@ -386,15 +375,6 @@ def steps_on_this_rank(model: nn.Module, found: DataParallel | None, plan: Plan)
     Raises `ValueError` if only one of model and plan is for a single device, and `PlanMismatch` if
     the plan is for another run.
     """
-    from planner._apply.blocks import code_of, run_step
-    from planner._graph_capture.module_forward import (
-        ForwardOverride,
-        forward_override,
-        in_place_of_forward,
-        own_forward,
-    )
-    from planner.step.wrapped import other_ranks, unwrapped
-
     planned_for = plan.parallel
     if planned_for is None:
         assert found is not None

@@ -16,18 +16,17 @@ import itertools
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import fields
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import WeakKeyDictionary
+
+from torch import distributed as dist
+from torch import nn
 
 from planner.errors import PlanMismatch, PlannerError
 from planner.plans.file import dumps, loads
 from planner.plans.plan import Plan
 from planner.search.effort import Effort
 from planner.step.prepared import PreparedStep
-
-if TYPE_CHECKING:
-    from torch import distributed as dist
-    from torch import nn
 
 _PREFIX = "checkpoint-planner"
 _FAILED = "no plan"
@@ -43,8 +42,6 @@ def agreed(make: Callable[[], Plan], prepared: PreparedStep, limit_bytes: int | 
     Raises the errors of `make`, and `PlannerError` if the rank that makes the plan does not deliver
     it in time.
     """
-    from torch import distributed as dist
-
     if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() < 2:
         return make()
     from planner._graph_capture.torch_compat.process_group import default_store
@@ -78,8 +75,6 @@ def check_same_model(model: nn.Module, tensors: Sequence[object], ranks: Sequenc
     Raises `PlanMismatch` if they do not, and `PlannerError` if a rank does not answer in time.
     Assumes that all ranks use their models in the same order.
     """
-    from torch import distributed as dist
-
     if len(ranks) < 2 or model in _met:
         return
     from planner._graph_capture.torch_compat.process_group import default_store

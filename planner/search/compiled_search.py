@@ -20,9 +20,9 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from operator import attrgetter
-from typing import TYPE_CHECKING
 
 from planner._apply.rewrite_spec import RewriteSpec
+from planner._graph_capture.inductor.compiled_step import CompiledStep
 from planner.plans.decisions import build_spec
 from planner.search.effort import Effort
 from planner.search.saving import (
@@ -42,9 +42,6 @@ from planner.solvers.simulator import unroll
 from planner.step.prepared import PreparedStep
 from planner.step.variant import Variant
 from planner.step.without_code import bound_without_code
-
-if TYPE_CHECKING:
-    from planner._graph_capture.inductor.compiled_step import CompiledStep
 
 _TRIES = 3
 """Budgets that the solver is asked for, for one kernel order: the first and its corrections."""

@@ -133,8 +133,8 @@ def over_all_variants(result: Result, bounds: Iterable[float]) -> Result:
 
 
 def smallest(variants: Sequence[Variant], enough_net_bytes: int = 0) -> tuple[Variant, Schedule]:
-    """The schedule with the smallest peak that the search for it finds (`solvers.minimum`), and the
-    form that it is of; a peak of `enough_net_bytes` is as good as a smaller one."""
+    """The schedule with the smallest peak that the search for it finds (`solvers.minimum`), and
+    its variant; a peak of `enough_net_bytes` is as good as a smaller one."""
     best: tuple[int, Variant, Schedule] | None = None
     for variant in variants:
         if best is not None and best[0] <= max(enough_net_bytes, variant.floor_bytes):
@@ -151,7 +151,7 @@ def smallest(variants: Sequence[Variant], enough_net_bytes: int = 0) -> tuple[Va
         peak = variant.net_peak_bytes(schedule)
         if best is None or peak < best[0]:
             best = peak, variant, schedule
-    assert best is not None, "a step has a form"
+    assert best is not None, "a step has a variant"
     return best[1:]
 
 

@@ -18,8 +18,11 @@ import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import Any, Unpack
 
+from torch import nn
+
+from planner._graph_capture.op_costs.devices import device_model
 from planner.arguments.budget import absolute_budget
 from planner.arguments.parallel import DataParallel
 from planner.arguments.planning import PlanArguments, Planning, check_count, takes_planning
@@ -31,9 +34,6 @@ from planner.search.planning import plan_within, refusal
 from planner.sizes.bracketing import find_largest, secant
 from planner.sizes.sized_steps import MakeLoss, SizedSteps, factory_of, model_first
 from planner.step.prepared import PreparedStep
-
-if TYPE_CHECKING:
-    from torch import nn
 
 PLANS = 3
 """Number of micro-batches that are planned: the largest feasible ones."""
@@ -212,8 +212,6 @@ class _Counsel:
         return self.effective_batch // micro_batch
 
     def _seconds_per_sample(self, micro_batch: int, step: PreparedStep, overhead: float) -> float:
-        from planner._graph_capture.op_costs.devices import device_model
-
         count, graph = self._accumulation(micro_batch), step.base.graph
         # A sum reads both gradients and writes one.
         device = device_model(graph.device, gpu=self.steps.planning.gpu)

@@ -15,7 +15,9 @@ from __future__ import annotations
 import math
 import numbers
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import Any, Unpack
+
+from torch import nn
 
 from planner.arguments.budget import absolute_budget
 from planner.arguments.planning import PlanArguments, Planning, check_count, takes_planning
@@ -27,9 +29,6 @@ from planner.sizes.bracketing import Bracket, find_largest, secant
 from planner.sizes.feasibility import Feasibility
 from planner.sizes.sized_steps import MakeLoss, SizedSteps, factory_of, model_first
 from planner.units import format_bytes, format_fraction
-
-if TYPE_CHECKING:
-    from torch import nn
 
 _LARGEST = 2 ** 24
 """Default end of the range."""

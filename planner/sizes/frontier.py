@@ -11,7 +11,9 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from os import PathLike
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import Any, Unpack
+
+from torch import nn
 
 from planner.api import prepare_step
 from planner.arguments.planning import PlanArguments, Planning, check_count, takes_planning
@@ -27,9 +29,6 @@ from planner.solvers.problem import Schedule
 from planner.solvers.result import Result
 from planner.step.prepared import PreparedStep
 from planner.step.variant import Variant
-
-if TYPE_CHECKING:
-    from torch import nn
 
 _TIME_FACTOR = 4.0
 """Time target of the whole curve, as a multiple of the time of one plan, capture included: less

@@ -18,11 +18,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
+import torch
 from torch import nn
 
 from planner._apply.call_signature import Call
+from planner._graph_capture.torch_compat import pytree
 from planner.api import SymbolicTrace, prepare_step
 from planner.arguments.inputs import join_inputs, split_inputs
 from planner.arguments.planning import Planning
@@ -30,10 +32,6 @@ from planner.errors import CaptureError
 from planner.progress import Progress
 from planner.step.prepared import PreparedStep
 from planner.step.wrapped import unwrapped
-
-if TYPE_CHECKING:
-    import torch
-    from torch import nn
 
 MakeInputs = Callable[[int], object]
 """Function from a size to the inputs of a step: a tuple, a mapping or a tensor, as in
@@ -193,8 +191,6 @@ class SizedSteps:
 
 def model_first(model: Any, inputs: Any) -> tuple[nn.Module, Any]:
     """The two arguments with the model first; the order (factory, model) is taken, too."""
-    from torch import nn
-
     if isinstance(inputs, nn.Module) and not isinstance(model, nn.Module):
         model, inputs = inputs, model
     return model, inputs
@@ -206,10 +202,6 @@ def factory_of(model: nn.Module, inputs: object, what: str) -> MakeInputs:
 
     Raises `TypeError` if `inputs` is neither, and `ValueError` if no tensor has the dimension.
     """
-    import torch
-
-    from planner._graph_capture.torch_compat import pytree
-
     if callable(inputs) and not isinstance(inputs, (torch.Tensor, Mapping)):
         return cast(MakeInputs, inputs)
     try:
@@ -241,7 +233,5 @@ def factory_of(model: nn.Module, inputs: object, what: str) -> MakeInputs:
 
 
 def _with_size(tensor: torch.Tensor, dimension: int, size: int) -> torch.Tensor:
-    import torch
-
     positions = torch.arange(size, device=tensor.device) % max(1, tensor.size(dimension))
     return tensor.detach().index_select(dimension, positions).requires_grad_(tensor.requires_grad)

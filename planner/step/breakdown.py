@@ -70,7 +70,10 @@ def holders_at(graph: TrainingGraph, timeline: Timeline, position: int) -> list[
                   key=lambda holder: (-holder.size_bytes, holder.what))
 
 
-def describe_bottleneck(variant: Variant, timeline: Timeline, *, top: int = 5) -> str:
+_HOLDERS_SHOWN = 5
+
+
+def describe_bottleneck(variant: Variant, timeline: Timeline) -> str:
     """Describe the peak of the step of `timeline` and the memory alive there, in words."""
     graph, budget, optimizer = variant.graph, variant.budget, variant.budget.optimizer
     resident = ", ".join(f"{name} {format_bytes(size)}" for name, size in budget.resident.items()
@@ -89,10 +92,11 @@ def describe_bottleneck(variant: Variant, timeline: Timeline, *, top: int = 5) -
     position = timeline.peak_position
     running = graph.ops[timeline.op_at(position)]
     holders = holders_at(graph, timeline, position)
-    lines = [f"{format_bytes(holder.size_bytes)} {holder.what}" for holder in holders[:top]]
-    rest = sum(holder.size_bytes for holder in holders[top:])
+    lines = [f"{format_bytes(holder.size_bytes)} {holder.what}"
+             for holder in holders[:_HOLDERS_SHOWN]]
+    rest = sum(holder.size_bytes for holder in holders[_HOLDERS_SHOWN:])
     if rest:
-        lines.append(f"{format_bytes(rest)} in {len(holders) - top} others")
+        lines.append(f"{format_bytes(rest)} in {len(holders) - _HOLDERS_SHOWN} others")
     where = f" ({running.source})" if running.source else ""
     return (f"At that minimum memory is fullest while {running.name}{where} runs: {always}, and "
             f"{'; '.join(lines)}.")

@@ -10,13 +10,13 @@ import time
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, NamedTuple
 
+from planner._apply.blocks import SharedCode, shared_code
 from planner._apply.rewrite_spec import RewriteSpec
+from planner._graph_capture.dynamo.captured_graphs import GraphCode
 from planner.solvers.repetition import find_runs
 
 if TYPE_CHECKING:
-    from planner._apply.blocks import SharedCode
     from planner._apply.inductor import InductorBackend
-    from planner._graph_capture.dynamo.captured_graphs import GraphCode
     from planner._graph_capture.inductor.compiled_step import CompiledStep, CompiledTracer
     from planner._graph_capture.training_graph import GeneratedKernels, SavingCosts
 
@@ -76,7 +76,7 @@ class CompiledBreakdown:
         if spec in self._known or len(spec.regions) > 1:
             return self.trace(spec)
         if spec not in self._estimated:
-            (shared,) = _shared_code(spec)
+            (shared,) = shared_code(spec)
             short = self._new_code(spec, shared)
             short.backend.leave_out_layers(find_runs)
             short.backend.keep_code()
@@ -97,7 +97,7 @@ class CompiledBreakdown:
         if spec not in self._known:
             of_block: dict[str, GraphCode] = {}
             begun = time.monotonic()
-            for shared in _shared_code(spec):
+            for shared in shared_code(spec):
                 key = _decided(shared, spec)
                 if key not in self._generated:
                     self._generated[key] = self._new_code(spec, shared)
@@ -111,7 +111,7 @@ class CompiledBreakdown:
     def seconds(self, spec: RewriteSpec) -> float:
         """Duration of the step under a rewrite spec, by timing its kernels."""
         if spec not in self._seconds:
-            of_block = {name: code for shared in _shared_code(spec)
+            of_block = {name: code for shared in shared_code(spec)
                         for code in (self._new_code(spec, shared).code,)
                         for name in shared.blocks}
             self._seconds[spec] = self._tracer.seconds(of_block.__getitem__)
@@ -122,7 +122,7 @@ class CompiledBreakdown:
         if not self.is_known(spec):
             return spec
         regions = list(spec.regions)
-        for shared in _shared_code(spec):
+        for shared in shared_code(spec):
             found = self._generated[_decided(shared, spec)]
             memory = found.backend.memory_of_code()
             count = len(shared.regions) // len(shared.blocks)
@@ -135,7 +135,6 @@ class CompiledBreakdown:
 
     def _new_code(self, spec: RewriteSpec, shared: SharedCode) -> _Generated:
         from planner._apply.inductor import InductorBackend
-        from planner._graph_capture.dynamo.captured_graphs import GraphCode
 
         if self._backend is None:
             self._backend = InductorBackend(self._tracer.fake_copy.model, spec)
@@ -145,9 +144,3 @@ class CompiledBreakdown:
 
 def _decided(shared: SharedCode, spec: RewriteSpec) -> _Decided:
     return _Decided(shared.kind, spec.kernel_order, spec.low_memory_codegen)
-
-
-def _shared_code(spec: RewriteSpec) -> tuple[SharedCode, ...]:
-    from planner._apply.blocks import shared_code
-
-    return shared_code(spec)

@@ -21,12 +21,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from planner._graph_capture.memory.trace import Block, Category, MemoryTrace, MicroBatch, OpRun
-
-if TYPE_CHECKING:
-    from planner._graph_capture.optimizer.step import OptimizerTrace
+from planner._graph_capture.optimizer.step import OptimizerTrace
 
 MicroBatches = Callable[[frozenset[str]], MicroBatch]
 """Function from the names of parameters that have a gradient before to the micro-batch."""

@@ -19,13 +19,16 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from planner._apply.rewrite_spec import KernelCall, NamedDimension, SizeRange, SymbolicSizes
 from planner._apply.size_expressions import argument, call, number, written
+from planner._graph_capture.capture import SymbolicStep
 from planner._graph_capture.memory.allocator import allocated_bytes
+from planner._graph_capture.memory.tracker import Workspace
+from planner._graph_capture.step.symbolic_region import SymbolicRegion
 from planner._graph_capture.torch_compat import (
     FakeTensorMode,
     OpOverload,
@@ -37,11 +40,6 @@ from planner._graph_capture.training_graph import LOSS_BACKWARD, Phase
 from planner.solvers.problem import Schedule
 from planner.solvers.simulator import simulate
 from planner.step.variant import Variant
-
-if TYPE_CHECKING:
-    from planner._graph_capture.capture import SymbolicStep
-    from planner._graph_capture.memory.tracker import Workspace
-    from planner._graph_capture.step.symbolic_region import SymbolicRegion
 
 
 def sizes_of(symbolic: SymbolicStep, variant: Variant) -> SymbolicSizes:

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from planner._apply.rewrite_spec import CallSignature, ParameterKey, RewriteSpec
+from planner._graph_capture.capture import CapturedStep, SymbolicStep
 from planner._graph_capture.errors import CaptureError
 from planner._graph_capture.training_graph import StepVariant, TrainingGraph
 from planner.arguments.parallel import DataParallel
@@ -18,13 +20,10 @@ from planner.solvers.simulator import Timeline, unroll
 from planner.step.budget import StepBudget
 from planner.step.categories import PlainTimeline
 from planner.step.lowering import lower
+from planner.step.other_sizes import sizes_of
 from planner.step.reserved import StepSurroundings
 from planner.step.variant import Variant
 from planner.units import format_fraction
-
-if TYPE_CHECKING:
-    from planner._apply.rewrite_spec import CallSignature, ParameterKey, RewriteSpec
-    from planner._graph_capture.capture import CapturedStep, SymbolicStep
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,8 +175,6 @@ def prepare(step: CapturedStep, *, tensors: Sequence[ParameterKey], inputs: obje
 
 def with_sizes(prepared: PreparedStep, symbolic: SymbolicStep) -> PreparedStep:
     """The step as a function of named sizes of its inputs."""
-    from planner.step.other_sizes import sizes_of
-
     try:
         return replace(prepared, variants=tuple(
             replace(variant, sizes=sizes_of(symbolic, variant)) for variant in prepared.variants))

@@ -12,7 +12,6 @@ import fnmatch
 import math
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -35,9 +34,7 @@ from planner._graph_capture.memory.allocator import allocated_bytes
 from planner._graph_capture.optimizer.named import instances
 from planner._graph_capture.rank import Wrapper
 from planner._graph_capture.training_graph import ResidentMemory
-
-if TYPE_CHECKING:
-    from planner.arguments.parallel import DataParallel
+from planner.arguments.parallel import DataParallel
 
 _FIRST_BUCKET_BYTES = 2 ** 20
 _BUCKET_BYTES = 25 * 2 ** 20

@@ -19,8 +19,10 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
+from torch import __version__
+
+from planner._graph_capture.capture import CapturedStep
 from planner._graph_capture.memory.caching_allocator import (
     CachingAllocator,
     Handle,
@@ -28,14 +30,11 @@ from planner._graph_capture.memory.caching_allocator import (
     takes_first_made,
 )
 from planner._graph_capture.memory.trace import Block, MicroBatch
+from planner._graph_capture.optimizer.step import OptimizerTrace
 from planner._graph_capture.training_graph import TrainingGraph
 from planner.solvers.simulator import Timeline
 from planner.step.loop_trace import LoopTrace, MicroBatches, StepPhase, TrainingLoop, compose
 from planner.step.planned_micro_batch import planned_micro_batch
-
-if TYPE_CHECKING:
-    from planner._graph_capture.capture import CapturedStep
-    from planner._graph_capture.optimizer.step import OptimizerTrace
 
 _MOST_STEPS = 4
 """Limit on replayed steps."""
@@ -67,8 +66,6 @@ def replay_loop(loop: LoopTrace, workspace_bytes: int = 0, *, expandable: bool =
 
     `workspace_bytes`: of cuBLAS, for each of the two threads.
     """
-    from torch import __version__
-
     trace = loop.trace
     allocator = CachingAllocator(expandable=expandable,
                                  first_made=takes_first_made(__version__))

@@ -5,24 +5,30 @@ from __future__ import annotations
 import math
 import numbers
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
+import torch
+from torch import nn
+
+from planner._graph_capture.fake_copies.fake import device_planned_for
+from planner._graph_capture.op_costs.cuda_workspace import held_workspace_bytes
+from planner._graph_capture.op_costs.devices import Gpu, device_model
+from planner._graph_capture.optimizer.named import optimizer_name
+from planner._graph_capture.optimizer.step import OptimizerSettings, OptimizerTrace
+from planner._graph_capture.plain_step.loop import PlainLoop
+from planner.api import capture_for
 from planner.arguments.inputs import split_inputs
 from planner.arguments.parallel import DataParallel, check_parallel
 from planner.arguments.planning import Planning, check_in_backward
+from planner.plans.plan import Plan
 from planner.progress import Progress, watched
 from planner.step.loop_trace import LoopTrace, MicroBatches, TrainingLoop, compose
+from planner.step.planned_micro_batch import planned_micro_batch
+from planner.step.rank_layout import layout_of
+from planner.step.reserved import expandable_segments, replay_loop
+from planner.step.wrapped import beneath_wrappers
 from planner.training_loop.breakdown import breakdown_of
 from planner.training_loop.report import MemoryReport
-
-if TYPE_CHECKING:
-    import torch
-    from torch import nn
-
-    from planner._graph_capture.op_costs.devices import Gpu
-    from planner._graph_capture.optimizer.step import OptimizerSettings, OptimizerTrace
-    from planner._graph_capture.plain_step.loop import PlainLoop
-    from planner.plans.plan import Plan
 
 _ZERO_GRAD = ("after_step", "before_backward")
 _HOLD_OUTPUT = (True, False, "backward", "step", "loop")
@@ -92,13 +98,6 @@ def memory(model: nn.Module, inputs: object = None, *, optimizer: object = None,
         raise ValueError(f"accumulation={accumulation}: gradients of shards that add up are not "
                          "followed through the loop; planner.plan(accumulation=…, parallel=…) "
                          "counts them")
-    from planner._graph_capture.fake_copies.fake import device_planned_for
-    from planner._graph_capture.optimizer.named import optimizer_name
-    from planner._graph_capture.optimizer.step import OptimizerSettings
-    from planner._graph_capture.plain_step.loop import PlainLoop
-    from planner.step.rank_layout import layout_of
-    from planner.step.wrapped import beneath_wrappers
-
     if plan is not None and plan.backend != "eager":
         raise ValueError(f"plan: the blocks of a plan for the backend {plan.backend!r} are not "
                          "known one by one; its own figures (peak_bytes, memory) are the breakdown")
@@ -153,10 +152,6 @@ def _report(plain: PlainLoop, micro_batches: MicroBatches, optimizer: Any,
 def _reserved(trace: LoopTrace, device: torch.device, gpu: str | Gpu | None) -> int | None:
     if device.type != "cuda":
         return None
-    from planner._graph_capture.op_costs.cuda_workspace import held_workspace_bytes
-    from planner._graph_capture.op_costs.devices import device_model
-    from planner.step.reserved import expandable_segments, replay_loop
-
     return replay_loop(trace, held_workspace_bytes(device_model(device, gpu=gpu).gpu),
                        expandable=expandable_segments()).reserved_bytes
 
@@ -179,9 +174,6 @@ def _notes_on(traced: OptimizerTrace | None) -> tuple[str, ...]:
 def _planned(model: nn.Module, inputs: object, plan: Plan, plain: PlainLoop,
              **arguments: Any) -> MicroBatches:
     """The micro-batches of a plan; raises `PlanMismatch` where it was made for another step."""
-    from planner.api import capture_for
-    from planner.step.planned_micro_batch import planned_micro_batch
-
     variant, timeline = capture_for(
         plan,
         model,

@@ -11,7 +11,7 @@ from torch import nn
 
 import planner
 from tests.support.models import BUILDERS, Case, language_model
-from tests.support.training import measured_peak, reference, train
+from tests.support.training import measured_peak, plan_or_smallest, reference, train
 
 pytestmark = pytest.mark.compat
 
@@ -25,11 +25,8 @@ def resized(case: Case, name: str, **size: int) -> Case:
 
 def plan_of(case: Case, **options: object) -> planner.Plan:
     """By default within 80% of the plain step's peak, or the smallest budget where that is more."""
-    options = {"loss_fn": case.loss_fn, "time_limit": 1, "budget": "80%", **options}
-    try:
-        return planner.plan(case.model, case.inputs, **options)
-    except planner.InfeasibleBudget as refusal:
-        return planner.plan(case.model, case.inputs, **{**options, "budget": refusal.minimum_bytes})
+    return plan_or_smallest(case.model, case.inputs, **{
+        "loss_fn": case.loss_fn, "time_limit": 1, "budget": "80%", **options})
 
 
 @pytest.fixture(scope="module")

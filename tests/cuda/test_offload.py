@@ -9,6 +9,7 @@ import torch
 import planner
 from planner._apply import host_store
 from tests.support.models import BUILDERS
+from tests.support.training import plan_or_smallest
 
 pytestmark = [pytest.mark.cuda,
               pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")]
@@ -18,11 +19,8 @@ pytestmark = [pytest.mark.cuda,
 def test_a_plan_with_offload_holds_on_the_gpu(name):
     with torch.device("cuda"):
         case = BUILDERS[name](batch=16)
-    what = {"loss_fn": case.loss_fn, "allow": "offload", "time_limit": 20}
-    try:
-        plan = planner.plan(case.model, case.inputs, budget="60%", **what)
-    except planner.InfeasibleBudget as error:
-        plan = planner.plan(case.model, case.inputs, budget=error.minimum_bytes, **what)
+    plan = plan_or_smallest(case.model, case.inputs, budget="60%", loss_fn=case.loss_fn,
+                            allow="offload", time_limit=20)
     assert plan.offloaded_bytes > 0
     found = planner.verify(case.model, plan, case.inputs, loss_fn=case.loss_fn)
     assert found.ok and found.peak_bytes <= plan.peak_bytes, str(found)

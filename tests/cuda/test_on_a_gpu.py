@@ -22,6 +22,7 @@ from planner._graph_capture.op_costs.cuda_workspace import cuda_workspace_bytes
 from planner._graph_capture.op_costs.devices import device_model
 from planner._graph_capture.torch_compat.dispatch import kernel_chosen_by_torch
 from tests.support.models import BUILDERS
+from tests.support.training import plan_or_smallest
 
 pytestmark = [pytest.mark.cuda, pytest.mark.filterwarnings("ignore:TensorFloat32"),
               pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")]
@@ -41,12 +42,9 @@ def case_on_gpu(name: str):
 @pytest.mark.parametrize(("name", "backend", "budget", "autocast"), GRID)
 def test_a_plan_holds_on_the_gpu(name, backend, budget, autocast):
     model, inputs, loss_fn = case_on_gpu(name)
-    what = {"loss_fn": loss_fn, "optimizer": "adamw", "backend": backend, "autocast": autocast,
-            "time_limit": 20}
-    try:
-        plan = planner.plan(model, inputs, budget=budget, **what)
-    except planner.InfeasibleBudget as error:  # cuBLAS alone takes more than so small a model
-        plan = planner.plan(model, inputs, budget=error.minimum_bytes, **what)
+    plan = plan_or_smallest(  # cuBLAS alone takes more than so small a model
+        model, inputs, budget=budget, loss_fn=loss_fn, optimizer="adamw", backend=backend,
+        autocast=autocast, time_limit=20)
     found = planner.verify(model, plan, inputs, loss_fn=loss_fn)
     assert found.ok, str(found)
     assert found.rng_equal and found.peak_bytes <= plan.peak_bytes

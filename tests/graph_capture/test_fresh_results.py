@@ -7,12 +7,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-import planner
 from tests.support.models import Case
 from tests.support.training import (
     apply_schedule,
     captured,
     measured_peak,
+    plan_or_smallest,
     random_schedule,
     train,
 )
@@ -180,11 +180,8 @@ def test_the_smallest_step_is_that_of_the_same_layer_written_otherwise(name, oth
 
     def least_share(function) -> float:
         model = Layers(function, layers=4)
-        arguments = {"loss_fn": lambda out: out.square().mean(), "time_limit": 2.0}
-        try:
-            plan = planner.plan(model, x, budget=1, **arguments)
-        except planner.InfeasibleBudget as refusal:
-            plan = planner.plan(model, x, budget=refusal.minimum_bytes, **arguments)
+        plan = plan_or_smallest(model, x, budget=1, loss_fn=lambda out: out.square().mean(),
+                                time_limit=2.0)
         return plan.peak_bytes / plan.baseline_peak_bytes
 
     assert least_share(FILLS[name]) <= least_share(other) + 0.03

@@ -22,8 +22,8 @@ HOMES = {"joint", "low_peak_backward", "hoisting", "recomputed_dropout", "lower"
 
 def test_the_steps_of_the_rewriting_are_imported_by_the_pipeline_alone():
     importers = {}
-    for headroom in ("graph_capture", "apply", "planner", "benchmarks"):
-        for path in (ROOT / headroom).rglob("*.py"):
+    for folder in ("graph_capture", "apply", "planner", "benchmarks"):
+        for path in (ROOT / folder).rglob("*.py"):
             for node in ast.walk(ast.parse(path.read_text())):
                 if (isinstance(node, ast.ImportFrom) and node.module
                         and node.module.startswith("planner._graph_capture.joint_graph")

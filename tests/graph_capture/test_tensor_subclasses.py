@@ -16,7 +16,7 @@ from planner._graph_capture.fake_copies.storage_less import storage_less_copy
 from planner._graph_capture.memory.allocator import record_peak
 from planner._graph_capture.memory.sparse import strided_tensors
 from planner._graph_capture.op_costs.isolated import is_trusted
-from planner._graph_capture.optimizer.step import trace_optimizer
+from planner._graph_capture.optimizer.step import trace_optimizer_steps
 from planner._graph_capture.plain_step.resident import resident_blocks
 from planner.errors import CaptureError
 
@@ -247,7 +247,7 @@ def _averaged(average, gradient):
 
 def test_state_of_tensor_subclasses_is_counted():
     model = nn.Sequential(nn.Linear(64, 32, bias=False), nn.Linear(32, 16, bias=False))
-    memory = trace_optimizer(
+    memory = trace_optimizer_steps(
         EightBit(model.parameters()), make_fake_copy(model, (torch.ones(2, 64),))
     )
     elements, rows = 64 * 32 + 32 * 16, 32 + 16

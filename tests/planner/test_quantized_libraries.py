@@ -11,7 +11,7 @@ from planner._graph_capture.fake_copies.fake import make_fake_copy
 from planner._graph_capture.memory.allocator import record_peak
 from planner._graph_capture.memory.sparse import strided_tensors
 from planner._graph_capture.op_costs.costs import OpCosts
-from planner._graph_capture.optimizer.step import trace_optimizer
+from planner._graph_capture.optimizer.step import trace_optimizer_steps
 from tests.support.quantized import four_bit, int8
 
 pytestmark = pytest.mark.filterwarnings("default")  # which both libraries raise
@@ -72,8 +72,8 @@ def test_state_and_step_of_small_optimizers(name):
 
     model = nn.Sequential(nn.Linear(256, 512), nn.Linear(512, 96))
     (optimizer,) = make_optimizers(name, list(model.parameters()), ())
-    memory = trace_optimizer(optimizer, make_fake_copy(model, (torch.ones(2, 256),)),
-                             workspace=OpCosts(torch.device("cpu")).workspace_bytes)
+    memory = trace_optimizer_steps(optimizer, make_fake_copy(model, (torch.ones(2, 256),)),
+                                   workspace=OpCosts(torch.device("cpu")).workspace_bytes)
     for parameter in model.parameters():
         parameter.grad = torch.randn_like(parameter)
     with torch.compiler.set_stance("force_eager"):

@@ -13,8 +13,7 @@ from torch.distributed.fsdp import fully_shard
 
 import planner
 from benchmarks.settled_collectives import settle_collectives
-from planner._graph_capture.memory.allocator import record_stages
-from tests.support.ranks import on_ranks
+from tests.support.ranks import on_ranks, train_language_model
 
 VOCAB, BATCH, LENGTH, STEPS = 1024, 4, 32, 3
 
@@ -47,20 +46,10 @@ def train(net: nn.Module, rank: int) -> tuple[list[float], list[int]]:
     """Losses, and the peak of each step with parameters and buffers."""
     torch.manual_seed(rank)
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
-    losses = []
-
-    def step() -> None:
-        ids = torch.randint(VOCAB, (BATCH, LENGTH))
-        loss = net(input_ids=ids, labels=ids).loss
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-
     there = (sum(p.to_local().nbytes for p in net.parameters())
              + sum({b.data_ptr(): b.nbytes for b in net.buffers()}.values()))
-    return losses, [there + record.peak_bytes for record in record_stages([step] * STEPS)]
+    losses, peaks = train_language_model(net, optimizer, VOCAB, [(BATCH, LENGTH)] * STEPS)
+    return losses, [there + peak for peak in peaks]
 
 
 def trained(rank: int, tied: bool, how: str, settings: dict[str, Any]) -> None:

@@ -18,10 +18,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 import planner
 from benchmarks.settled_collectives import settle_collectives
-from planner._graph_capture.memory.allocator import record_stages
 from planner.solvers import Link
 from tests.support.models import LanguageModel, gpt2
-from tests.support.ranks import on_ranks
+from tests.support.ranks import on_ranks, train_language_model
 
 VOCAB = 256
 MIXED = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -54,20 +53,9 @@ def train(net: nn.Module, rank: int, how: str, batches: tuple[int, ...] = (8, 8,
     torch.manual_seed(rank)
     optimizer = (ZeroRedundancyOptimizer(net.parameters(), torch.optim.AdamW, lr=1e-3)
                  if how == "zero1" else torch.optim.AdamW(net.parameters(), lr=1e-3))
-    losses = []
-
-    def step(batch: int) -> None:
-        ids = torch.randint(VOCAB, (batch, 32))
-        loss = net(input_ids=ids, labels=ids).loss
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-
-    records = record_stages([lambda batch=batch: step(batch) for batch in batches])
+    losses, peaks = train_language_model(net, optimizer, VOCAB, [(size, 32) for size in batches])
     weights = torch.cat([local(p).detach().flatten() for p in net.parameters()])
-    return losses, [record.peak_bytes for record in records], weights
+    return losses, peaks, weights
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
@@ -293,7 +281,7 @@ def test_a_plan_of_a_rank_is_verified_in_its_run(how):
 
 def storing(rank: int, kind: str) -> None:
     """A substitute is the host of this CPU (`apply.host_store`)."""
-    with mock.patch("planner.step.lowering.host_link", return_value=Link(1e12)):
+    with mock.patch("planner.api.host_link", return_value=Link(1e12)):
         torch.manual_seed(rank)
         ids = torch.randint(VOCAB, (8, 32))
         batch = {"input_ids": ids, "labels": ids}

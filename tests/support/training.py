@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+import planner
 from planner._apply.planned_forward import apply_spec
 from planner._graph_capture.memory.allocator import record_peak
 from planner._graph_capture.plain_step.loss import objective
@@ -134,6 +135,14 @@ def measured_peak(model: Callable[..., object], case: Case) -> int:
     case.model.zero_grad(set_to_none=True)
     with buffers_restored(case.model):
         return record_peak(run, "cpu").peak_bytes
+
+
+def plan_or_smallest(model: nn.Module, inputs: object, **arguments: Any) -> Plan:
+    """Return the plan within a budget, or within the smallest one where that is more."""
+    try:
+        return planner.plan(model, inputs, **arguments)
+    except InfeasibleBudget as refusal:
+        return planner.plan(model, inputs, **{**arguments, "budget": refusal.minimum_bytes})
 
 
 def captured(case: Case, **arguments: Any) -> PreparedStep:
