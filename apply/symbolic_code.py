@@ -37,8 +37,8 @@ from planner._graph_capture.output_tensors import output_tensors
 from planner._graph_capture.step.symbolic_region import SymbolicRegion
 from planner._graph_capture.torch_compat import (
     aot_backend,
-    before_double_backward,
     compile_forward,
+    differentiate_again,
     pass_absent_gradients,
     sizes_as_they_are,
     symbolic_dimensions,
@@ -196,7 +196,8 @@ class SymbolicBackend(OutputWatcher):
             self.has_run = self.has_begun = True
             self.planned_runs += len(made)
             pass_absent_gradients(outputs)
-            before_double_backward(outputs, refuse_double_backward)
+            differentiate_again(outputs, args, module, self.tell_of_double_backward,
+                                refuse_double_backward)
             if self.is_trial:
                 self.returned = outputs
             for target in made:

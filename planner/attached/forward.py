@@ -99,8 +99,9 @@ _HOOKS = (
     "saved-tensor hooks (torch.autograd.graph.saved_tensors_hooks, save_on_cpu) are active around "
     "a planned call: they do not apply to what its plan saves, so that the budget is kept; they "
     "apply to the loss and all that is not planned")
-
-
+_DIFFERENTIATED_AGAIN = (
+    "calls whose gradients are differentiated again (create_graph=True, as for a gradient penalty) "
+    "run as they are written, and nothing keeps them within the budget")
 
 
 class PlanningForward(ObservingForward):
@@ -181,9 +182,18 @@ class PlanningForward(ObservingForward):
         self._observe_hooks()
         self._begin_measuring(args, kwargs)
         enter_phase(f"in the forward of {self._name}")
+        known = self._served.get(call)
+        if known is not None and known.is_differentiated_again:
+            self._calls += 1
+            self.steps.count(_DIFFERENTIATED_AGAIN)
+            return self.plain(*args, **kwargs)
         present = Present.now(has_gradients=self._has_gradients,
                               gradient_bytes=self._others_gradient_bytes)
-        graph, output = self._step(call, present, args, kwargs)
+        try:
+            graph, output = self._step(call, present, args, kwargs)
+        except CaptureError:
+            self.plain(*args, **kwargs)  # what the model raises itself is for the caller to handle
+            raise
         self._served.pop(call, None)
         self._served[call] = self.running = graph
         if len(self._served) > _MOST_CALLS:

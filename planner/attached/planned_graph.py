@@ -65,6 +65,8 @@ class PlannedGraph:
         """True if it saves as little as it can, so that its companions fit beside it."""
         self.plain_bytes = 0
         """Peak of the plain step with it; 0: it was not planned yet."""
+        self.is_differentiated_again = False
+        """True if a backward of a call was to be differentiated again (`create_graph=True`)."""
         self._looks: list[tuple[int, int]] = []  # the last two: number of the step, bytes
         self.checked = -1
         """Number of observations when its plan was last compared with them."""
