@@ -42,8 +42,9 @@ def differentiate_again(outputs: Sequence[Any], inputs: Sequence[Any], run: Call
                        for each, edge in zip(gradients, edges, strict=True)):
                     return tuple(None if each is None else again[edge]
                                  for each, edge in zip(gradients, edges, strict=True))
-                for made_by in {each.grad_fn for each in gradients if each is not None} - {None}:
-                    made_by.register_prehook(lambda _: refuse())
+                for each in gradients:
+                    if each is not None and each.grad_fn is not None:
+                        each.grad_fn.register_prehook(lambda _: refuse())
                 return gradients
 
             handle = node.register_hook(made)

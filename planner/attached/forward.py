@@ -332,6 +332,11 @@ class PlanningForward(ObservingForward):
                     self.steps.warn(_HOOKS)
                 return run_step(graph.code, graph.plan.spec, self.__self__, self.inner, args,
                                 kwargs, is_trial=is_trial)
+        except PlanMismatch:
+            raise
+        except Exception:
+            graph.compile_again(self.__self__)
+            raise
         finally:
             if graph.code.compilations != before:
                 gc.collect()  # as after planning

@@ -91,6 +91,12 @@ class PlannedGraph:
         if isinstance(earlier, PlannedCode | PlannedBlocks):
             code.compare_with(earlier)
 
+    def compile_again(self, module: nn.Module) -> None:
+        """Take other code for the same plan: torch may have given up on code that raised."""
+        if isinstance(self.code, PlannedCode | PlannedBlocks):
+            del self.code
+            self.adopt(module, self.plan)
+
     @property
     def saved_bytes(self) -> int:
         """Memory that a call keeps from the end of its forward to its backward; 0 if not known."""
