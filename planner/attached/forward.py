@@ -41,7 +41,7 @@ from planner._apply.errors import PlanMismatch
 from planner._apply.planned_forward import can_be_pickled
 from planner._apply.symbolic_code import SizesNotPlanned, SymbolicCallable
 from planner._graph_capture.errors import CaptureError
-from planner._graph_capture.model_state import remembered_random_state
+from planner._graph_capture.model_state import remembered_random_state, remembered_state
 from planner._graph_capture.module_forward import Forward, in_place_of_forward
 from planner._graph_capture.plain_step.loss import Until
 from planner._graph_capture.plain_step.observed_loss import (
@@ -256,6 +256,20 @@ class PlanningForward(ObservingForward):
                 ran, output = self._symbolic_step(symbolic, call, named, present, args, kwargs)
                 if ran:
                     return symbolic, output
+        try:
+            return graph, self._run(graph, args, kwargs)
+        except PlanMismatch:
+            if graph.code.has_begun:
+                raise
+        # The model sets something up in its first call, which so far only a copy has had.
+        self.graphs.remove(graph)
+        restore = remembered_state(self.__self__)
+        try:
+            with torch.no_grad():
+                self.plain(*args, **kwargs)
+        finally:
+            restore()
+        graph = self._new_graph(call, present, args, kwargs)
         return graph, self._run(graph, args, kwargs)
 
     def _named_sizes(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> NamedDimensions:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Callable
 
 import pytest
@@ -149,3 +150,39 @@ def test_sparse_gradients_are_refused_and_the_modules_behind_them_planned():
         for each in optimizers:
             each.step()
     assert planner.status(net.body).planned_steps == 3
+
+
+_lock = threading.Lock()
+
+
+def _doubled(module: nn.Module, args: object, output: torch.Tensor) -> torch.Tensor:
+    return output * 2
+
+
+class SetsUp(nn.Module):
+    """Its first call registers hooks, as in transformers those that collect outputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.is_set_up = layers(2), False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.is_set_up:
+            with _lock:
+                for each in self.body:
+                    each.register_forward_hook(_doubled)
+                self.is_set_up = True
+        return self.body(x)
+
+
+def test_a_model_may_set_itself_up_in_its_first_call():
+    plain = SetsUp()
+    net = planner.within(copy.deepcopy(plain), "1MB", time_limit=1)
+    for _ in range(2):
+        x = torch.randn(8, 32)
+        for each in (plain, net):
+            each.zero_grad()
+            each(x).square().mean().backward()
+        for mine, theirs in zip(net.parameters(), plain.parameters(), strict=True):
+            assert torch.equal(mine.grad, theirs.grad)
+    assert planner.status(net).planned_steps == 2
