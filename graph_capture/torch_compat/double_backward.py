@@ -16,7 +16,7 @@ _Gradients = Sequence[torch.Tensor | None]
 
 def differentiate_again(outputs: Sequence[Any], inputs: Sequence[Any], run: Callable[..., Any],
                         tell: Callable[[], object], refuse: Callable[[], object]) -> None:
-    """Let gradients that came through the compiled region behind `outputs` be differentiated again.
+    """Allow gradients through the compiled region behind `outputs` to be differentiated again.
 
     In a backward that records a graph (`create_graph=True`), `tell` is called, and the region's
     gradients are computed by `run`, the region as it is written, of the same `inputs`.  Where these
@@ -96,4 +96,4 @@ def _are_close(found: torch.Tensor | None, expected: torch.Tensor) -> bool:
 
 
 _ROUNDING = 0.02
-"""What rounding to bfloat16 may make of a gradient."""
+"""Relative error of a gradient that rounding to bfloat16 may cause."""
