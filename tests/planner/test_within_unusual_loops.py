@@ -186,3 +186,19 @@ def test_a_model_may_set_itself_up_in_its_first_call():
         for mine, theirs in zip(net.parameters(), plain.parameters(), strict=True):
             assert torch.equal(mine.grad, theirs.grad)
     assert planner.status(net).planned_steps == 2
+
+
+def test_logits_of_a_model_that_makes_a_cache_may_have_a_loss_outside():
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    plain = transformers.LlamaForCausalLM(transformers.LlamaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+        num_attention_heads=2)).train()
+    net = planner.within(copy.deepcopy(plain), "90%", time_limit=1)
+    ids = torch.randint(64, (4, 16))
+    for _ in range(2):
+        for each in (plain, net):
+            each.zero_grad()
+            F.cross_entropy(each(input_ids=ids).logits.flatten(0, 1), ids.flatten()).backward()
+    for mine, theirs in zip(net.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(mine.grad, theirs.grad)
