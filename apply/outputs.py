@@ -43,11 +43,23 @@ def places_to_watch(let_go: Collection[int], lowered: LoweredRegion, rewritten: 
                  and storage_key(node.meta["val"]) not in saved)
 
 
+DIFFERENTIATED_AGAIN = (
+    "a gradient that came through the planned step is differentiated again (create_graph=True, as "
+    "for a gradient penalty): what was planned is computed once more as it is written, and what "
+    "that takes is not in the plan")
+
+
 class OutputWatcher:
     """Base of backends that warn once if the caller keeps an output that the plan expects it to
-    release."""
+    release, or differentiates gradients."""
 
-    _warned_of_output = False
+    _warned_of_output = _warned_of_double_backward = False
+
+    def tell_of_double_backward(self) -> None:
+        """Warn, once."""
+        if not self._warned_of_double_backward:
+            self._warned_of_double_backward = True
+            warnings.warn(DIFFERENTIATED_AGAIN, stacklevel=2)
 
     def _output_is_held(self, size_bytes: int) -> None:
         if not self._warned_of_output:

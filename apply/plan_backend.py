@@ -41,9 +41,9 @@ from planner._graph_capture.torch_compat import (
     OpOverload,
     PartitionFunction,
     aot_backend,
-    before_double_backward,
     boxed,
     branches_of,
+    differentiate_again,
     mutated_inputs,
     pass_absent_gradients,
     primal_sources,
@@ -216,7 +216,7 @@ class PlanBackend(OutputWatcher):
             mismatch = getattr(error, "inner_exception", error)
             if not isinstance(mismatch, PlanMismatch):
                 raise
-            run = self._calling(self._fallen_back(module, mismatch), branches)
+            run = self._calling(module, self._fallen_back(module, mismatch), branches)
         return torch.compiler.disable(run)
 
     def _names(self, inputs: Sequence[Any]) -> list[str | None]:
@@ -258,7 +258,8 @@ class PlanBackend(OutputWatcher):
 
         compiled = self._compile(module, inputs, partition, lambda: match)
         if match is None:
-            return self._calling(compiled, branches, leaves_no_trace=self._leaves_no_trace)
+            return self._calling(module, compiled, branches,
+                                 leaves_no_trace=self._leaves_no_trace)
         elided = match.region.elided
 
         def run(*args: Any) -> Any:
@@ -267,7 +268,7 @@ class PlanBackend(OutputWatcher):
             watch(outputs, watched, self._output_is_held)
             return outputs if not elided else without_elided(outputs, elided)
 
-        return self._calling(run, branches)
+        return self._calling(module, run, branches)
 
     def _exchangeable(self, module: fx.GraphModule, inputs: Sequence[Any],
                       given: Sequence[str | None], branches: Sequence[Branch]
@@ -284,7 +285,8 @@ class PlanBackend(OutputWatcher):
 
         compiled, traced = compiled_as_stubs(module, inputs, target_of, without_gradient)
         if traced is None:
-            return self._calling(compiled, branches, leaves_no_trace=self._leaves_no_trace)
+            return self._calling(module, compiled, branches,
+                                 leaves_no_trace=self._leaves_no_trace)
         self._traced.append(traced)
         return self._calling_traced(compiled, branches, traced)
 
@@ -302,7 +304,7 @@ class PlanBackend(OutputWatcher):
             if graph.block not in blocks:
                 continue
             if graph.region is None:
-                graph.run = self._calling(graph.module, graph.branches)
+                graph.run = self._calling(graph.module, graph.module, graph.branches)
                 continue
             traced = known.get(graph.module)
             if traced is None:
@@ -329,7 +331,7 @@ class PlanBackend(OutputWatcher):
                 traced.schedules = self._schedules(traced)
             traced.running = traced.schedules[self.block]
 
-        planned = self._calling(run, branches)
+        planned = self._calling(traced.module, run, branches)
 
         def call(*args: Any) -> Any:
             if self.block not in traced.unlike:
@@ -338,16 +340,17 @@ class PlanBackend(OutputWatcher):
                 except PlanMismatch as mismatch:
                     traced.given.pop(self.block, None)
                     traced.unlike[self.block] = self._calling(
-                        self._fallen_back(traced.module, mismatch), branches)
+                        traced.module, self._fallen_back(traced.module, mismatch), branches)
                 else:
                     return planned(*args)
             return traced.unlike[self.block](*args)
 
         return call
 
-    def _calling(self, compiled: Callable[..., Any], branches: Sequence[Branch], *,
-                 leaves_no_trace: bool = False) -> Callable[..., Any]:
-        """Code that is called in the place of a graph; `compiled`: runs it."""
+    def _calling(self, module: fx.GraphModule, compiled: Callable[..., Any],
+                 branches: Sequence[Branch], *, leaves_no_trace: bool = False
+                 ) -> Callable[..., Any]:
+        """Code that is called in the place of a graph, `module`; `compiled`: runs it."""
 
         def call(*args: Any) -> Any:
             for branch in branches:
@@ -361,7 +364,8 @@ class PlanBackend(OutputWatcher):
             self.has_begun |= not leaves_no_trace
             outputs = compiled(*args)
             pass_absent_gradients(outputs)
-            before_double_backward(outputs, refuse_double_backward)
+            differentiate_again(outputs, args, module, self.tell_of_double_backward,
+                                refuse_double_backward)
             return outputs
 
         return call
@@ -453,7 +457,8 @@ def refuse_double_backward() -> None:
     raise CaptureError(
         "a gradient that came through the planned step is differentiated again (create_graph=True, "
         "as for a gradient penalty), and what torch.compile has captured can be differentiated "
-        "once only. Make such a loss of the model as it is written: "
+        "once only; it cannot be computed again either, as an input is gone, or the model draws "
+        "random numbers or updates what it reads. Make such a loss of the model as it is written: "
         "type(model).forward(model, ...) calls it without its plan; or plan only parts of the "
         "model that are differentiated once")
 

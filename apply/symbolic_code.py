@@ -36,8 +36,8 @@ from planner._graph_capture.module_forward import Forward
 from planner._graph_capture.output_tensors import output_tensors
 from planner._graph_capture.step.symbolic_region import SymbolicRegion
 from planner._graph_capture.torch_compat import (
-    before_double_backward,
     compile_forward,
+    differentiate_again,
     pass_absent_gradients,
     sizes_as_they_are,
     symbolic_dimensions,
@@ -183,7 +183,8 @@ class SymbolicBackend(OutputWatcher):
             self.has_run = self.has_begun = True
             self.planned_runs += target is not None
             pass_absent_gradients(outputs)
-            before_double_backward(outputs, refuse_double_backward)
+            differentiate_again(outputs, args, module, self.tell_of_double_backward,
+                                refuse_double_backward)
             if self.is_trial:
                 self.returned = outputs
             if target is not None:

@@ -15,12 +15,14 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import fx
 
+from planner._graph_capture.errors import CaptureError
 from planner._graph_capture.fake_copies.storage_less import (
     StorageLessMode,
     storage_less_storage,
     storage_less_tensor,
 )
 from planner._graph_capture.joint_graph.joint import is_cotangent, primals_of
+from planner._graph_capture.memory.sparse import is_sparse
 from planner._graph_capture.torch_compat import (
     TorchDispatchMode,
     aot_backend,
@@ -149,6 +151,11 @@ class StubResults:
         """`num_outputs`: those of the forward; `None`: all are."""
         values = [node.meta.get("val") if isinstance(node, fx.Node) else node
                   for node in joint.graph.output_node().args[0]]
+        if any(map(is_sparse, values)):
+            raise CaptureError(
+                "a gradient is in coordinate form, as nn.Embedding(sparse=True) makes it, and such "
+                "steps cannot be planned: use sparse=False, or plan the modules behind the "
+                "embedding, for example by planner.within(model.body, ...)")
         self._outputs, self._gradients = values[:num_outputs], values[num_outputs:]
         self._mode, self._device = mode, device
 

@@ -445,10 +445,20 @@ class StorageLessCopier(FakeCopier):
         if real not in self.fake_of and (is_assumed or _worth_knowing(original)):
             # An input without values: `graph_capture.fake_copies.input_values`.
             known = (assumed_value(original, self.device) if is_assumed
-                     else original.detach().to(self.device, copy=True))
+                     else _copied(original.detach(), self.device))
             self.fake_of[real] = self.memo[id(real)] = known
             self.storage_bytes[storage_key(known)] = real.untyped_storage().nbytes()
         return super().tensor(real)
+
+
+def _copied(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A copy with the same strides, of the part of the storage that the tensor reaches."""
+    if tensor.layout is not torch.strided or tensor.numel() == 0:
+        return tensor.to(device, copy=True)
+    length = 1 + sum((size - 1) * stride
+                     for size, stride in zip(tensor.size(), tensor.stride(), strict=True))
+    reached = tensor.as_strided((length,), (1,)).to(device, copy=True)
+    return reached.as_strided(tensor.size(), tensor.stride(), 0)
 
 
 def assumed_value(tensor: torch.Tensor, device: torch.device = _CPU) -> torch.Tensor:

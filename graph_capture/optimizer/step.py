@@ -36,7 +36,8 @@ from planner._graph_capture.fake_copies.storage_less import (
     storage_less_copy,
 )
 from planner._graph_capture.joint_graph.joint import tensors_of
-from planner._graph_capture.memory.trace import Category, MemoryTrace
+from planner._graph_capture.memory.sparse import strided_tensors
+from planner._graph_capture.memory.trace import Block, Category, MemoryTrace
 from planner._graph_capture.memory.tracker import MemoryTracker, Workspace
 from planner._graph_capture.optimizer.named import instances, make_optimizers, optimizer_name
 from planner._graph_capture.optimizer.trajectory import OptimizerTrajectory, needs_closure
@@ -44,6 +45,7 @@ from planner._graph_capture.torch_compat import (
     UnsupportedOperatorException,
     aten_name,
     optimizers_as_on,
+    storage_key,
     without_hooks_of_all_optimizers,
 )
 from planner._graph_capture.training_graph import OptimizerMemory
@@ -134,7 +136,8 @@ def trace_optimizer_steps(
     default none.
 
     Raises `ValueError` for an unknown name, `TypeError` for an object that is no optimizer, and
-    `CaptureError` for an optimizer that cannot run without the values of the gradients.
+    `CaptureError` for an optimizer that cannot run without the values of the gradients; where it
+    has stepped before, a warning says so, and its state is counted as it is.
     """
     name = optimizer_name(optimizer)
     try:
@@ -147,8 +150,25 @@ def trace_optimizer_steps(
                           settings or OptimizerSettings(), workspace).trace()
     except Exception as error:
         what = failure(error) if isinstance(error, UnsupportedOperatorException) else error
+        found = _as_it_is(name, instances(optimizer) or (), fake_copy)
+        if found.state_bytes:
+            warnings.warn(f"cannot trace a step of the optimizer {name}: {what}; its state is "
+                          "counted as it is now, and nothing for what a step allocates",
+                          stacklevel=2)
+            return found
         raise CaptureError(f"cannot trace a step of the optimizer {name}: {what}; plan "
                            "without it and leave room for its state") from error
+
+
+def _as_it_is(name: str, optimizers: Sequence[Optimizer], fake_copy: FakeCopy) -> OptimizerTrace:
+    """Optimizers with the state that they have, whose steps allocate nothing."""
+    sizes = {storage_key(tensor): tensor.untyped_storage().nbytes()
+             for tensor in strided_tensors([[*each.state.values()] for each in optimizers])}
+    blocks = tuple(Block(size, Category.OPTIMIZER) for size in sizes.values())
+    count = len(blocks)
+    return OptimizerTrace(name, MemoryTrace(blocks, tuple(range(count))), 0, count, count,
+                          frozenset(name for name, parameter in fake_copy.parameters.items()
+                                    if parameter.requires_grad))
 
 
 class _Steps:

@@ -290,8 +290,10 @@ class ReplayedLoss:
 
     def __call__(self, output: Any) -> torch.Tensor:
         """The loss; its value is meaningless."""
-        tensors = output_tensors(output)
-        seen = self.seen
+        tensors, seen = output_tensors(output), self.seen
+        if len(tensors) != len(seen.outputs):  # a key-value cache, which no planned step makes
+            cached = {*map(id, output_tensors(getattr(output, "past_key_values", None)))}
+            tensors = [each for each in tensors if id(each) not in cached]
         # Released tensors are still alive while the loss is computed.
         there_bytes = sum({storage_key(tensor): tensor.untyped_storage().nbytes()
                            for tensor, gradient in zip(tensors, seen.outputs, strict=True)

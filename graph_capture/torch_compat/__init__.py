@@ -22,9 +22,6 @@ from planner._graph_capture.torch_compat.compilation import (
 )
 from planner._graph_capture.torch_compat.compilation import aot_backend as aot_backend
 from planner._graph_capture.torch_compat.compilation import aten_name as aten_name
-from planner._graph_capture.torch_compat.compilation import (
-    before_double_backward as before_double_backward,
-)
 from planner._graph_capture.torch_compat.compilation import boxed as boxed
 from planner._graph_capture.torch_compat.compilation import called_unseen as called_unseen
 from planner._graph_capture.torch_compat.compilation import compile_forward as compile_forward
@@ -51,6 +48,9 @@ from planner._graph_capture.torch_compat.compilation import (
 from planner._graph_capture.torch_compat.compilation import weakly as weakly
 from planner._graph_capture.torch_compat.compilation import (
     wrapping_data_parallel as wrapping_data_parallel,
+)
+from planner._graph_capture.torch_compat.double_backward import (
+    differentiate_again as differentiate_again,
 )
 from planner._graph_capture.torch_compat.foreign_calls import has_global_hooks as has_global_hooks
 from planner._graph_capture.torch_compat.foreign_calls import is_forward_mode as is_forward_mode

@@ -388,28 +388,11 @@ def cotangent_sources(
 def pass_absent_gradients(outputs: object) -> None:
     """Let the compiled region behind `outputs` receive `None` for an output without a gradient,
     instead of zeros of its size (`set_materialize_grads` on its autograd node)."""
-    for node in _region_nodes(outputs):
+    for node in region_nodes(outputs):
         node.set_materialize_grads(False)
 
 
-def before_double_backward(outputs: object, call: Callable[[], object]) -> None:
-    """Call `call` when a backward is about to differentiate gradients from the compiled region
-    behind `outputs`, which torch refuses."""
-
-    def begun(_: object, node: Any) -> None:
-        if torch.is_grad_enabled():  # create_graph=True
-            node.register_hook(made)
-
-    def made(gradients: Sequence[torch.Tensor | None], _: object) -> None:
-        for node in {gradient.grad_fn for gradient in gradients if gradient is not None}:
-            if node is not None:
-                node.register_prehook(lambda _: call())
-
-    for node in dict.fromkeys(_region_nodes(outputs)):
-        node.register_prehook(functools.partial(begun, node=weakref.proxy(node)))
-
-
-def _region_nodes(outputs: object) -> Iterator[Any]:
+def region_nodes(outputs: object) -> Iterator[Any]:
     """The autograd node of the compiled region behind each of its outputs."""
     for output in pytree.tree_leaves(outputs):
         node: Any = output.grad_fn if isinstance(output, torch.Tensor) else None

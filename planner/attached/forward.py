@@ -41,7 +41,7 @@ from planner._apply.errors import PlanMismatch
 from planner._apply.planned_forward import can_be_pickled
 from planner._apply.symbolic_code import SizesNotPlanned, SymbolicCallable
 from planner._graph_capture.errors import CaptureError
-from planner._graph_capture.model_state import remembered_random_state
+from planner._graph_capture.model_state import remembered_random_state, remembered_state
 from planner._graph_capture.module_forward import Forward, in_place_of_forward
 from planner._graph_capture.plain_step.loss import Until
 from planner._graph_capture.plain_step.observed_loss import (
@@ -99,6 +99,9 @@ _HOOKS = (
     "saved-tensor hooks (torch.autograd.graph.saved_tensors_hooks, save_on_cpu) are active around "
     "a planned call: they do not apply to what its plan saves, so that the budget is kept; they "
     "apply to the loss and all that is not planned")
+_DIFFERENTIATED_AGAIN = (
+    "calls whose gradients are differentiated again (create_graph=True, as for a gradient penalty) "
+    "run as they are written, and nothing keeps them within the budget")
 
 
 class PlanningForward(ObservingForward):
@@ -177,9 +180,18 @@ class PlanningForward(ObservingForward):
         self._observe_hooks()
         self._begin_measuring(args, kwargs)
         enter_phase(f"in the forward of {self._name}")
+        known = self._served.get(call)
+        if known is not None and known.is_differentiated_again:
+            self._calls += 1
+            self.steps.count(_DIFFERENTIATED_AGAIN)
+            return self.plain(*args, **kwargs)
         present = Present.now(has_gradients=self._has_gradients,
                               gradient_bytes=self._others_gradient_bytes)
-        graph, output = self._step(call, present, args, kwargs)
+        try:
+            graph, output = self._step(call, present, args, kwargs)
+        except CaptureError:
+            self.plain(*args, **kwargs)  # what the model raises itself is for the caller to handle
+            raise
         self._served.pop(call, None)
         self._served[call] = self.running = graph
         if len(self._served) > _MOST_CALLS:
@@ -233,6 +245,20 @@ class PlanningForward(ObservingForward):
             if symbolic is not None and (found := self._symbolic_step(
                     symbolic, call, named, present, args, kwargs)):
                 return found
+        try:
+            return graph, self._run(graph, args, kwargs)
+        except PlanMismatch:
+            if graph.code.has_begun:
+                raise
+        # The model sets something up in its first call, which so far only a copy has had.
+        self.graphs.remove(graph)
+        restore = remembered_state(self.__self__)
+        try:
+            with torch.no_grad():
+                self.plain(*args, **kwargs)
+        finally:
+            restore()
+        graph = self._new_graph(call, present, args, kwargs)
         return graph, self._run(graph, args, kwargs)
 
     def _named_sizes(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> NamedDimensions:
@@ -309,6 +335,11 @@ class PlanningForward(ObservingForward):
                     self.steps.warn(_HOOKS)
                 return run_step(graph.code, graph.plan.spec, self.__self__, self.inner, args,
                                 kwargs, is_trial=is_trial)
+        except PlanMismatch:
+            raise
+        except Exception:
+            graph.compile_again(self.__self__)
+            raise
         finally:
             if graph.code.compilations != before:
                 gc.collect()  # as after planning

@@ -31,12 +31,18 @@ def device_of(model: nn.Module) -> torch.device:
     return next((p.device for p in model.parameters()), torch.device("cpu"))
 
 
+def gradients_of(model: nn.Module) -> list[torch.Tensor]:
+    """The gradients of the model's parameters, which `torch.func.functional_call` may replace by
+    results, of which torch keeps none."""
+    return [gradient for parameter in model.parameters()
+            if parameter.is_leaf and (gradient := parameter.grad) is not None]
+
+
 def tensors_of(model: nn.Module, optimizers: Iterable[Optimizer] = ()) -> Iterator[torch.Tensor]:
     """The tensors of parameters, buffers, gradients and optimizer states."""
-    parameters = list(model.parameters())
     states = [value for each in optimizers for state in each.state.values()
               for value in state.values()]
-    for leaf in pytree.tree_leaves((parameters, [p.grad for p in parameters],
+    for leaf in pytree.tree_leaves((list(model.parameters()), gradients_of(model),
                                     list(model.buffers()), states)):
         if isinstance(leaf, torch.Tensor):
             yield from strided_tensors(leaf)

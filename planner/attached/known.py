@@ -271,10 +271,11 @@ class GraphPlanner:
             return False
         if self._captured_with is None and is_chunked:
             return True
-        return any(
+        outputs = self._step.baseline.loss.outputs
+        # The plain step alone makes a cache, `graph_capture.capture` has none.
+        return len(outputs) == len(seen.outputs) and any(
             planned.flows and not gradient.flows and planned.size_bytes > self._input_bytes
-            for planned, gradient in zip(self._step.baseline.loss.outputs, seen.outputs,
-                                         strict=True))
+            for planned, gradient in zip(outputs, seen.outputs, strict=True))
 
     def capture_again(self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any],
                       known: Known) -> None:

@@ -31,10 +31,10 @@ from planner._graph_capture.module_forward import (
 from planner._graph_capture.optimizer.named import instances
 from planner._graph_capture.output_tensors import output_tensors
 from planner._graph_capture.plain_step.observed_loss import LossWatch
-from planner._graph_capture.torch_compat import pytree, running_node_number
+from planner._graph_capture.torch_compat import pytree, running_node_number, storage_key
 from planner.arguments.budget import Budget
 from planner.arguments.planning import Planning
-from planner.attached.held import LoopMemory, bytes_on, device_of, tensors_of
+from planner.attached.held import LoopMemory, bytes_on, device_of, gradients_of, tensors_of
 from planner.attached.hooks import HookWatch, hook_signature
 from planner.attached.measuring import (
     MeasuredPeak,
@@ -217,7 +217,7 @@ class ObservingForward(CountingForward):
     def _has_gradients(self) -> bool:
         """True if gradients exist to which the next ones are added."""
         return (self._defers_reduction or self.settings.planning.accumulation > 1
-                or any(p.grad is not None for p in self.__self__.parameters()))
+                or bool(gradients_of(self.__self__)))
 
     def _look_outside(self, graph: PlannedGraph, args: tuple[Any, ...], kwargs: dict[str, Any]
                       ) -> None:
@@ -233,7 +233,10 @@ class ObservingForward(CountingForward):
             # Counted with the optimizer: copies of the parameters, another model.
             own += [p for each in optimizers for group in each.param_groups
                     for p in group["params"]]
-        parts = strided_tensors(own)
+        # Layers that were frozen later may have kept their gradients, which no plan counts.
+        idle = {storage_key(p.grad) for p in self.__self__.parameters()
+                if not p.requires_grad and p.grad is not None}
+        parts = [each for each in strided_tensors(own) if storage_key(each) not in idle]
         watched_bytes = watched_bytes_beside(parts)
         found_bytes = (
             self._loop.outside_bytes(device, parts, self._tensors_of_others(), pending_bytes())
@@ -255,7 +258,7 @@ class ObservingForward(CountingForward):
         mine = model_of(self.__self__)
         others = {model_of(each.__self__) for each in _observing()
                   if each._last_call > self._begun} - {mine}
-        return [p.grad for model in others for p in model.parameters() if p.grad is not None]
+        return [gradient for model in others for gradient in gradients_of(model)]
 
     @property
     def _others_gradient_bytes(self) -> int:
@@ -352,8 +355,7 @@ class ObservingForward(CountingForward):
                          type(self.__self__).__name__, " and ".join(found))
                 plan_methods(self.__self__, found, self.settings, type(self))
         if (self._group()[0] is self and not began_in_step
-                and calls == calls_before and any(
-                    p.grad is not None for p in self.__self__.parameters())):
+                and calls == calls_before and gradients_of(self.__self__)):
             is_replaced = self._is_replaced
             self.steps.count(_REPLACED if is_replaced else _NOT_CALLED)
             self._steps += 1
@@ -401,6 +403,7 @@ class ObservingForward(CountingForward):
     def note_backward(self, graph: PlannedGraph, present: Present, pending: PendingCall) -> None:
         """Record that the backward of a call has begun; `present`: memory present when the call
         began."""
+        graph.is_differentiated_again |= torch.is_grad_enabled()
         if not pending.begin_backward():
             return
         now = Present.now(

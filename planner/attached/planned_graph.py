@@ -68,6 +68,8 @@ class PlannedGraph:
         self.larger_bytes = 0
         """Peak of the plain step of another graph, of which a percentage is taken where that of its
         own step cannot be met."""
+        self.is_differentiated_again = False
+        """True if a backward of a call was to be differentiated again (`create_graph=True`)."""
         self._looks: list[tuple[int, int]] = []  # the last two: number of the step, bytes
         self.checked = -1
         """Number of observations when its plan was last compared with them."""
@@ -90,6 +92,12 @@ class PlannedGraph:
             code.fall_back(with_least_memory)
         if isinstance(earlier, PlannedCode | PlannedBlocks):
             code.compare_with(earlier)
+
+    def compile_again(self, module: nn.Module) -> None:
+        """Take other code for the same plan: torch may have given up on code that raised."""
+        if isinstance(self.code, PlannedCode | PlannedBlocks):
+            del self.code
+            self.adopt(module, self.plan)
 
     @property
     def saved_bytes(self) -> int:

@@ -184,5 +184,8 @@ def test_capturable_on_a_gpu_that_is_not_there(options):
     rounding = 512 * 4 * 8  # of each small tensor
     assert footprint.state_bytes == pytest.approx(state, abs=rounding)
     assert footprint.step_peak_bytes == pytest.approx(temporaries, abs=rounding)
+    with pytest.warns(UserWarning, match="capturable.*its state is counted as it is"):
+        assert trace_optimizer_steps(optimizer, make_fake_copy(model)).memory.state_bytes == state
+    optimizer.state.clear()
     with pytest.raises(CaptureError, match="capturable"):
         trace_optimizer_steps(optimizer, make_fake_copy(model))

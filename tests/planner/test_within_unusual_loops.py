@@ -1,0 +1,204 @@
+"""Loops that hold or raise what others do not: each goes on as the plain one, or says why not."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import planner
+from planner._graph_capture.memory.allocator import record_stages
+
+Batch = Callable[[torch.Tensor], torch.Tensor]
+
+
+def layers(count: int = 3, width: int = 32) -> nn.Sequential:
+    return nn.Sequential(*(nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(),
+                                         nn.Linear(4 * width, width)) for _ in range(count)))
+
+
+class Tokens(nn.Module):
+    def __init__(self, *, sparse: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(64, 32, sparse=sparse)
+        self.body = layers(2)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.body(self.embed(ids))
+
+
+@pytest.mark.parametrize("view", [
+    lambda ids: ids[:, :-1],
+    lambda ids: ids[:1].expand(8, -1),
+    lambda ids: ids[:, ::2],
+    lambda ids: ids[2:, 1:].T,
+], ids=["shifted", "expanded", "every_second", "transposed"])
+def test_integer_inputs_that_are_views(view: Batch):
+    plain = Tokens()
+    net = planner.within(copy.deepcopy(plain), "1MB", time_limit=1)
+    ids = torch.randint(64, (8, 9))
+    for each in (plain, net):
+        each(view(ids)).square().mean().backward()
+    for mine, theirs in zip(net.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(mine.grad, theirs.grad)
+    assert planner.status(net).planned_steps == 1
+
+
+class Fails(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.fails = layers(2), True
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.fails:
+            raise ValueError("of the model")
+        return self.body(x)
+
+
+def test_what_the_model_raises_reaches_the_caller():
+    net = planner.within(Fails(), "1MB", time_limit=1)
+    for fails in (True, False, True, False):
+        net.fails = fails
+        if fails:
+            with pytest.raises(ValueError, match="of the model"):
+                net(torch.randn(8, 32))
+        else:
+            net(torch.randn(8, 32)).sum().backward()
+    assert planner.status(net).calls == 2
+
+
+class Perturbed(torch.optim.Optimizer):
+    """Sharpness-aware minimization: it evaluates the model at another place, by a closure."""
+
+    def __init__(self, parameters) -> None:
+        super().__init__(parameters, {})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        parameters = self.param_groups[0]["params"]
+        for each in parameters:
+            self.state[each]["before"] = each.clone()
+            each += 0.01 * each.grad
+        with torch.enable_grad():
+            closure()
+        for each in parameters:
+            each.copy_(self.state[each]["before"] - 0.1 * each.grad)
+
+
+@pytest.mark.filterwarnings("ignore:cannot trace a step of the optimizer")
+def test_an_optimizer_whose_step_cannot_be_traced_is_counted_by_its_state():
+    plain = layers()
+    net = planner.within(copy.deepcopy(plain), "90%", time_limit=1)
+    for each in (plain, net):
+        torch.manual_seed(0)
+        optimizer = Perturbed(each.parameters())
+        for _ in range(3):
+            x = torch.randn(64, 32)
+
+            def evaluate(each=each, x=x, optimizer=optimizer) -> None:
+                optimizer.zero_grad()
+                each(x).square().mean().backward()
+
+            evaluate()
+            optimizer.step(evaluate)
+    for mine, theirs in zip(net.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(mine, theirs)
+    state_bytes = sum(each.nbytes for each in plain.parameters())
+    assert planner.plan_of(net).optimizer.state_bytes == state_bytes
+
+
+def test_gradients_that_frozen_layers_have_kept_count():
+    net = planner.within(layers(4), "90%", time_limit=1)
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+
+    def step() -> None:
+        loss = net(torch.randn(64, 32)).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+    for _ in range(2):
+        step()
+    net[0].requires_grad_(False)  # its gradients stay
+    optimizer = torch.optim.SGD(net[1:].parameters(), 0.1)
+    for _ in range(2):
+        step()
+    (record,) = record_stages([step])
+    held = sum(each.nbytes for p in net.parameters() for each in (p, p.grad) if each is not None)
+    assert held + record.peak_bytes <= planner.status(net).budget_bytes
+
+
+def test_sparse_gradients_are_refused_and_the_modules_behind_them_planned():
+    net = Tokens(sparse=True)
+    ids = torch.randint(64, (8, 9))
+    planner.within(net, "1MB", time_limit=1)
+    with pytest.raises(planner.CaptureError, match=r"coordinate form.*within\(model\.body"):
+        F.mse_loss(net(ids), torch.zeros(8, 9, 32)).backward()
+    net = Tokens(sparse=True)
+    planner.within(net.body, "1MB", time_limit=1)
+    optimizers = (torch.optim.SparseAdam(net.embed.parameters()),
+                  torch.optim.AdamW(net.body.parameters()))
+    for _ in range(3):
+        net.zero_grad()
+        F.mse_loss(net(ids), torch.zeros(8, 9, 32)).backward()
+        for each in optimizers:
+            each.step()
+    assert planner.status(net.body).planned_steps == 3
+
+
+_lock = threading.Lock()
+
+
+def _doubled(module: nn.Module, args: object, output: torch.Tensor) -> torch.Tensor:
+    return output * 2
+
+
+class SetsUp(nn.Module):
+    """Its first call registers hooks, as in transformers those that collect outputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.is_set_up = layers(2), False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.is_set_up:
+            with _lock:
+                for each in self.body:
+                    each.register_forward_hook(_doubled)
+                self.is_set_up = True
+        return self.body(x)
+
+
+def test_a_model_may_set_itself_up_in_its_first_call():
+    plain = SetsUp()
+    net = planner.within(copy.deepcopy(plain), "1MB", time_limit=1)
+    for _ in range(2):
+        x = torch.randn(8, 32)
+        for each in (plain, net):
+            each.zero_grad()
+            each(x).square().mean().backward()
+        for mine, theirs in zip(net.parameters(), plain.parameters(), strict=True):
+            assert torch.equal(mine.grad, theirs.grad)
+    assert planner.status(net).planned_steps == 2
+
+
+def test_logits_of_a_model_that_makes_a_cache_may_have_a_loss_outside():
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    plain = transformers.LlamaForCausalLM(transformers.LlamaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+        num_attention_heads=2)).train()
+    net = planner.within(copy.deepcopy(plain), "90%", time_limit=1)
+    ids = torch.randint(64, (4, 16))
+    for _ in range(2):
+        for each in (plain, net):
+            each.zero_grad()
+            F.cross_entropy(each(input_ids=ids).logits.flatten(0, 1), ids.flatten()).backward()
+    for mine, theirs in zip(net.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(mine.grad, theirs.grad)
