@@ -154,8 +154,9 @@ class StubResults:
         if any(map(is_sparse, values)):
             raise CaptureError(
                 "a gradient is in coordinate form, as nn.Embedding(sparse=True) makes it, and such "
-                "steps cannot be planned: use sparse=False, or plan the modules behind the "
-                "embedding, for example by planner.within(model.body, ...)")
+                "steps cannot be planned: use sparse=False; or plan the modules behind the "
+                "embedding, for example by planner.within(model.body, ...); or account for the "
+                "step as it is with planner.memory")
         self._outputs, self._gradients = values[:num_outputs], values[num_outputs:]
         self._mode, self._device = mode, device
 
