@@ -181,11 +181,14 @@ def _predicted_bytes(row: SetUp) -> int:
             model.parameters(), fused=True), device="cuda", gpu=GPU).peak_bytes
     model.train()
     model.gradient_checkpointing_enable({"use_reentrant": False})
-    optimizer = row.optimizer if row.in_backward else torch.optim.AdamW(
-        [each for each in model.parameters() if each.requires_grad], fused=True)
-    return planner.memory(ChunkedLoss(model), labels, optimizer=optimizer,
+    return planner.memory(ChunkedLoss(model), labels, optimizer=_optimizer(row, model),
                           optimizer_in_backward=row.in_backward, device="cuda",
                           gpu=GPU).peak_bytes
+
+
+def _optimizer(row: SetUp, model: nn.Module) -> object:
+    return row.optimizer if row.in_backward else torch.optim.AdamW(
+        [each for each in model.parameters() if each.requires_grad], fused=True)
 
 
 def plans(time_limit: float, only: Sequence[str]) -> None:
@@ -205,10 +208,11 @@ def plans(time_limit: float, only: Sequence[str]) -> None:
 
 def _planned(row: SetUp, time_limit: float) -> tuple[planner.Plan | None, int | None]:
     """The plan within the published peak, or the smallest peak that the planner finds instead."""
+    model = llama_3b(row.weights)
     try:
         return planner.plan(
-            llama_3b(row.weights), {"input_ids": _ids(), "labels": _ids()},
-            budget=int(row.published * GIB), optimizer=row.optimizer,
+            model, {"input_ids": _ids(), "labels": _ids()},
+            budget=int(row.published * GIB), optimizer=_optimizer(row, model),
             optimizer_in_backward=row.in_backward, hold_output=False, allow="chunk",
             device="cuda", gpu=GPU, time_limit=time_limit), None
     except planner.InfeasibleBudget as refusal:
