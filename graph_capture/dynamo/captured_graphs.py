@@ -12,7 +12,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx, nn
@@ -24,7 +24,9 @@ from planner._graph_capture.module_forward import (
     own_forward,
 )
 from planner._graph_capture.torch_compat import called_unseen, weakly
-from planner._graph_capture.torch_compat.joint_replay import JointReplay
+
+if TYPE_CHECKING:
+    from planner._graph_capture.torch_compat.joint_replay import JointReplay
 
 
 @dataclass(frozen=True, eq=False)
@@ -107,6 +109,9 @@ class CapturedGraphs:
                 self._chosen[number, block] = code.compiled[number]
 
     def _capture(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        # It loads Inductor, which takes a second and fails where files are read as ASCII.
+        from planner._graph_capture.torch_compat.joint_replay import JointReplay
+
         number, graph = len(self._graphs), _Graph(module, list(inputs), JointReplay())
         self._graphs.append(graph)
         code = self._code_of(self.running)
