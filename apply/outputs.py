@@ -43,7 +43,7 @@ def places_to_watch(let_go: Collection[int], lowered: LoweredRegion, rewritten: 
                  and storage_key(node.meta["val"]) not in saved)
 
 
-DIFFERENTIATED_AGAIN = (
+_DIFFERENTIATED_AGAIN = (
     "a gradient that came through the planned step is differentiated again (create_graph=True, as "
     "for a gradient penalty): what was planned is computed once more as it is written, and what "
     "that takes is not in the plan")
@@ -59,7 +59,7 @@ class OutputWatcher:
         """Warn, once."""
         if not self._warned_of_double_backward:
             self._warned_of_double_backward = True
-            warnings.warn(DIFFERENTIATED_AGAIN, stacklevel=2)
+            warnings.warn(_DIFFERENTIATED_AGAIN, stacklevel=2)
 
     def _output_is_held(self, size_bytes: int) -> None:
         if not self._warned_of_output:

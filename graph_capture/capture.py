@@ -430,6 +430,12 @@ def capture_step(
         uses = region_uses(recording, JointVariant(inductor, low_peak=True))
         variants.append(variant(uses, low_peak=True))
 
+    # Code behind the regions, or a loss of the caller's, might read the output.  Inductor's blocks
+    # took more memory without it (GPT-2: 4%), for unknown reasons.
+    elides_output = not holds_output and loss_fn is None and (
+        recording.uncaptured is None
+        or (not inductor and recording.uncaptured.makes_nothing_after(len(recording.calls) - 1)))
+
     @quiet_fake_tensors()
     @undisturbed_autograd()
     @fewer_collections()
@@ -438,12 +444,7 @@ def capture_step(
         for widest, inner in chunks if symbolic is None else ():
             cut = region_uses(
                 recording, JointVariant(inductor, chunks=widest, inner_chunks=inner),
-                # Code behind the regions, or a loss of the caller's, might read the output.
-                # Inductor's blocks took more memory without it (GPT-2: 4%), for unknown reasons.
-                elides_output=(not holds_output and loss_fn is None and (
-                    recording.uncaptured is None or (
-                        not inductor
-                        and recording.uncaptured.makes_nothing_after(len(recording.calls) - 1)))))
+                elides_output=elides_output)
             has_inner = any(use.lowered.inner_chunks > 1 for use in cut)
             has_widest = any(use.lowered.chunks > 1 for use in cut)
             if has_inner or (has_widest and inner == 1):
