@@ -93,7 +93,9 @@ class StepWatch(MemoryTracker):
         if isinstance(value, torch.Tensor):
             # A sparse tensor has no storage; its indices and values were met when they were made.
             if (type(value) in _PLAIN and value.device.type == self.device.type
-                    and value.layout is torch.strided and not is_storage_less(value)):
+                    and value.layout is torch.strided
+                    and storage_key(value) not in self._number_of
+                    and not is_storage_less(value)):
                 self._follow(value)
         elif isinstance(value, tuple | list):
             for each in value:
