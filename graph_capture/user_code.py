@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import traceback
+from functools import cache
 from pathlib import PurePath
 
 _HERE = PurePath(__file__).parent
 
 
+@cache
 def is_user_code(path: str) -> bool:
     """True if a source file is outside of torch and of this package."""
     file = PurePath(path)

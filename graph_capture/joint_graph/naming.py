@@ -94,11 +94,8 @@ _OF_WRAPPERS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrap
 def source_of(node: fx.Node) -> str:
     """`file:line` of the innermost frame of the model's own code."""
     frames = re.findall(r'File "([^"]+)", line (\d+)', node.meta.get("stack_trace") or "")
-    own = [frame for frame in frames if is_user_code(frame[0])]
-    if not own:
-        return ""
-    path, line = own[-1]
-    return f"{PurePath(path).name}:{line}"
+    return next((f"{PurePath(path).name}:{line}" for path, line in reversed(frames)
+                 if is_user_code(path)), "")
 
 
 def target_name(node: fx.Node) -> str:
