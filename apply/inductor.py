@@ -38,11 +38,7 @@ from planner._graph_capture.torch_compat.inductor import (
     is_stored,
     store_result,
 )
-from planner._graph_capture.torch_compat.scheduler_pass import (
-    KernelOrder,
-    SchedulerPass,
-    UnfusedKernels,
-)
+from planner._graph_capture.torch_compat.scheduler_pass import KERNEL_ORDER, KernelOrder
 from planner._graph_capture.training_graph import CodeMemory
 
 _WORTH_SHORTENING = 0.6
@@ -96,17 +92,13 @@ class InductorBackend(PlanBackend):
             planned = inputs[len(inputs) - len(cotangents):]
             return checked_backward(run, planned, cotangents)
 
-        passes: list[SchedulerPass] = [KernelOrder(self._spec.kernel_order)]
-        settings: dict[str, Any] = {}
+        settings: dict[str, Any] = {KERNEL_ORDER: KernelOrder(self._spec.kernel_order)}
         if self._spec.low_memory_codegen:
-            passes.append(UnfusedKernels())
             # Inductor reuses a buffer if its own estimate of the peak allows it, and the estimate
             # is above the peak.
             settings["allow_buffer_reuse"] = False
         return inductor_backend(
-            partition, uuid_of(self._spec), finish=finish,
-            settings=settings | {each.setting: each for each in passes},
-        )(module, inputs)
+            partition, uuid_of(self._spec), finish=finish, settings=settings)(module, inputs)
 
     def _prepared(self, match: Match, graphs: RewrittenRegion, num_outputs: int
                   ) -> RewrittenRegion:

@@ -2,8 +2,8 @@
 
 A plan names ops as they are after the rewriting, so capture and the backend must rewrite by the
 same steps in the same order.  Only this module calls these steps: clean, run a part in chunks, make
-results fresh (eager backend), copy late parts of gradients (low-peak variant), hoist updates and
-recompute dropouts (Inductor), hoist, lower.
+results fresh (eager backend), copy late parts of gradients (low-peak variant), hoist updates
+(Inductor), hoist, lower.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ from planner._graph_capture.joint_graph.hoisting import (
 from planner._graph_capture.joint_graph.joint import clean_joint_graph
 from planner._graph_capture.joint_graph.low_peak_backward import late_parts, lower_backward_peak
 from planner._graph_capture.joint_graph.lower import LoweredRegion, lower
-from planner._graph_capture.joint_graph.recomputed_dropout import recompute_dropout
 from planner._graph_capture.joint_graph.symbolic_sizes import Sizes
 
 
@@ -77,7 +76,6 @@ def lower_joint_graph(
     saved: frozenset[str] = frozenset()
     if variant.compiled:
         hoist_updates(joint)
-        recompute_dropout(joint)
         if hoisted is None:
             saved = saved_by_default(joint)
             hoisted = ops_to_hoist(joint, saved)
