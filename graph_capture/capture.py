@@ -540,17 +540,9 @@ def _notes(
     if recording.inference_graphs:
         notes.append(f"{recording.inference_graphs} captured regions need no gradient "
                      "and are not planned")
-    if costs.assumed:
-        notes.append("workspace is a stated margin, not a measurement, for: "
-                     + ", ".join(sorted(costs.assumed)))
     others = {kernel for kernel in rules.keys() ^ plain_rules.keys() if "attention" in kernel}
     if others:
         plain = [kernel for kernel in plain_rules if "attention" in kernel]
         notes.append(f"the plain step runs {' and '.join(plain)}: what torch.compile makes of the "
                      "model's code calls attention with other arguments")
-    if costs.assumption is not None:
-        notes.append(costs.assumption)
-    if costs.estimated:
-        notes.append("seconds are estimated, since they could not be measured, for: "
-                     + ", ".join(sorted(costs.estimated)))
-    return tuple(notes)
+    return (*notes, *costs.notes)

@@ -40,9 +40,8 @@ from planner.plans.plan import Plan
 from planner.progress import Progress, watched
 from planner.reporters.one_line import summarize
 from planner.search.agreement import agreed
-from planner.search.alternatives import told_in_percent, with_alternatives
 from planner.search.effort import USUAL_TIME_LIMIT
-from planner.search.planning import Effort, plan_within
+from planner.search.planning import Effort, plan_within, told_in_percent, with_alternatives
 from planner.solvers.simulator import Timeline, unroll
 from planner.step.lowering import host_link
 from planner.step.prepared import PreparedStep, prepare, with_sizes

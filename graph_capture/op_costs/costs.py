@@ -53,21 +53,19 @@ class OpCosts:
         """`gpu`: whose figures to use, from the table; `progress` receives the number of timed ops
         now and then; `headroom`: as for `OpProbe`."""
         self.device_model = device_model(device, gpu=gpu)
-        self.assumption = None if cost_model == "flops" else assumption(device, gpu)
+        self._assumption = None if cost_model == "flops" else assumption(device, gpu)
         self._cost_model = cost_model
         self._probe = OpProbe(device, probe=probe, headroom=headroom, gpu=gpu)
         self._progress = progress or (lambda message: None)
         self._timed = 0
 
     @property
-    def assumed(self) -> frozenset[str]:
-        """Ops whose workspace is a stated margin instead of a measurement."""
-        return frozenset(self._probe.assumed)
-
-    @property
-    def estimated(self) -> frozenset[str]:
-        """Ops that could not be timed although the cost model requires it."""
-        return frozenset(self._probe.untimed)
+    def notes(self) -> tuple[str, ...]:
+        """Notes for the user about what was assumed so far."""
+        facts = (("workspace is a stated margin, not a measurement", self._probe.assumed),
+                 ("seconds are estimated, since they could not be measured", self._probe.untimed))
+        return (*(f"{what}, for: {', '.join(sorted(ops))}" for what, ops in facts if ops),
+                *((self._assumption,) if self._assumption is not None else ()))
 
     def workspace_bytes(
         self, target: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any

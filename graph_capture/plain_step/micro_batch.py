@@ -28,10 +28,9 @@ from planner._graph_capture.fake_copies.storage_less import (
     may_be_storage_less,
     storage_less_copy,
 )
-from planner._graph_capture.memory.module_location import ModuleLocator
 from planner._graph_capture.memory.sparse import is_sparse
 from planner._graph_capture.memory.trace import COMMUNICATION, Category, MicroBatch
-from planner._graph_capture.memory.tracker import MemoryTracker, Workspace
+from planner._graph_capture.memory.tracker import MemoryTracker, ModuleLocator, Workspace
 from planner._graph_capture.plain_step.loss import LossFn, Objective, objective
 from planner._graph_capture.rank import Wrapper
 from planner._graph_capture.torch_compat import NoStaticShape

@@ -72,9 +72,8 @@ from planner.plans.decisions import schedule_of
 from planner.plans.plan import Plan
 from planner.progress import watched
 from planner.search.agreement import agreed, check_same_model
-from planner.search.alternatives import told_in_percent
 from planner.search.eager import make_plan
-from planner.search.planning import Effort, leanest_plan, plan_within
+from planner.search.planning import Effort, leanest_plan, plan_within, told_in_percent
 from planner.solvers.problem import Schedule
 from planner.solvers.result import Result
 from planner.step.prepared import PreparedStep, prepare, with_sizes
