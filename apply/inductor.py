@@ -25,8 +25,8 @@ from planner._apply.plan_backend import Match, PlanBackend, checked_backward
 from planner._apply.rewrite import RewrittenRegion
 from planner._apply.rewrite_spec import RewriteSpec
 from planner._graph_capture.inductor.compiled_step import memory_of_code
-from planner._graph_capture.inductor.fused_costs import Fusion, fusion_of
 from planner._graph_capture.inductor.shortened import FindRuns, LeftOut, shorten
+from planner._graph_capture.inductor.within_kernels import Fusion, fusion_of
 from planner._graph_capture.joint_graph.joint import is_tuple_element, is_view, tensors_of
 from planner._graph_capture.joint_graph.low_peak_backward import REALIZED_COPY
 from planner._graph_capture.joint_graph.replay import is_companion

@@ -37,8 +37,7 @@ from planner._graph_capture.fake_copies.storage_less import (
 )
 from planner._graph_capture.garbage import fewer_collections
 from planner._graph_capture.inductor.compiled_step import CompiledTracer, check_compiler
-from planner._graph_capture.inductor.fused_costs import FusedCosts
-from planner._graph_capture.inductor.within_kernels import compiled_variant
+from planner._graph_capture.inductor.within_kernels import FusedCosts, compiled_variant
 from planner._graph_capture.joint_graph.pipeline import JointVariant, has_low_peak_variant
 from planner._graph_capture.joint_graph.symbolic_sizes import Values
 from planner._graph_capture.memory.trace import Block

@@ -25,8 +25,7 @@ from planner._graph_capture.op_costs.headroom import ProbeHeadroom
 from planner._graph_capture.optimizer.in_backward import EarlyGradients
 from planner._graph_capture.plain_step.loss import LossFn
 from planner.arguments.budget import Budget, parse_budget
-from planner.arguments.dynamic import named_dimensions
-from planner.arguments.inputs import describe_inputs, split_inputs
+from planner.arguments.inputs import describe_inputs, named_dimensions, split_inputs
 from planner.arguments.planning import (
     MOST_CHUNKS,
     Dynamic,
@@ -40,8 +39,8 @@ from planner.plans.plan import Plan
 from planner.progress import Progress, watched
 from planner.reporters.one_line import summarize
 from planner.search.agreement import agreed
-from planner.search.effort import USUAL_TIME_LIMIT
 from planner.search.planning import Effort, plan_within, told_in_percent, with_alternatives
+from planner.search.variants import USUAL_TIME_LIMIT
 from planner.solvers.simulator import Timeline, unroll
 from planner.step.lowering import host_link
 from planner.step.prepared import PreparedStep, prepare, with_sizes

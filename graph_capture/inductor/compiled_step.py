@@ -88,7 +88,7 @@ class CompiledTracer:
             with fake_copy.mode:
                 self._run(self.graphs.call, None)
                 copies = list(fake_copy.fake_of.values())
-                tracker = CodeTracker(self.costs.workspace_bytes, device=fake_copy.device,
+                tracker = MemoryTracker(self.costs.workspace_bytes, device=fake_copy.device,
                                       trace_device=fake_copy.trace_device, resident=copies)
                 return self._run(self.graphs.call, tracker, left_out)
 
@@ -97,7 +97,7 @@ class CompiledTracer:
         mode = self.fake_copy.mode
         return mode.without_values() if isinstance(mode, StorageLessMode) else nullcontext()
 
-    def _run(self, compiled: Callable[..., Any], tracker: CodeTracker | None,
+    def _run(self, compiled: Callable[..., Any], tracker: MemoryTracker | None,
              left_out: Callable[[], Sequence[LeftOut]] = tuple) -> CompiledStep:
         fake_copy, wrapper = self.fake_copy, self.wrapper()
         args, kwargs = fake_copy.arguments()
@@ -197,15 +197,6 @@ def check_compiler(device: torch.device) -> None:
             'variable CXX, or plan with backend="eager"')
 
 
-class CodeTracker(MemoryTracker):
-    """Tracks the storages of compiled code; Dynamo still runs that code."""
-
-    @classmethod
-    def is_infra_mode(cls) -> bool:
-        """True: under any other mode Dynamo would run the original code."""
-        return True
-
-
 def memory_of_code(compiled: Any, inputs: Sequence[Any]) -> CodeMemory:
     """Memory of a graph compiled by Inductor, run on new tensors like `inputs`, which are fake.
 
@@ -222,7 +213,7 @@ def memory_of_code(compiled: Any, inputs: Sequence[Any]) -> CodeMemory:
     run = stub_of(compiled)
     device = next((tensor.device for tensor in tensors if tensor.device.type != "cpu"),
                   tensors[0].device)
-    tracker = CodeTracker(lambda *_: 0, device=device, trace_device=device, resident=())
+    tracker = MemoryTracker(lambda *_: 0, device=device, trace_device=device, resident=())
     with tensors[0].fake_mode, torch.no_grad(), tracker:
         args = [torch.empty_strided(value.size(), value.stride(), dtype=value.dtype,
                                     device=value.device)

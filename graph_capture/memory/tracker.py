@@ -168,6 +168,11 @@ class MemoryTracker(TorchDispatchMode):
                   in enumerate(zip(self._sizes, self._makers, strict=True))),
             tuple(self._events), tuple(self._runs))
 
+    @classmethod
+    def is_infra_mode(cls) -> bool:
+        """True: Dynamo runs its compiled code only under such modes."""
+        return True
+
     def __torch_dispatch__(self, func: Any, types: Collection[type], args: tuple[Any, ...] = (),
                            kwargs: Mapping[str, Any] | None = None) -> Any:
         if runs_its_own_ops(types):

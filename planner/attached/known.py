@@ -46,8 +46,8 @@ from planner._graph_capture.dynamo.blocks import (
 from planner._graph_capture.dynamo.traced_code import TracedCode
 from planner._graph_capture.errors import CaptureError, DataDependentValue
 from planner._graph_capture.fake_copies.data_dependent_values import data_dependent_values
+from planner._graph_capture.fake_copies.fake import in_own_containers
 from planner._graph_capture.fake_copies.input_values import named_inputs
-from planner._graph_capture.fake_copies.own_containers import in_own_containers
 from planner._graph_capture.memory.tracker import Workspace
 from planner._graph_capture.op_costs.headroom import ProbeHeadroom
 from planner._graph_capture.optimizer.in_backward import EarlyGradients

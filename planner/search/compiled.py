@@ -18,8 +18,7 @@ from planner.plans.making import assemble_plan
 from planner.plans.plan import Plan
 from planner.search.compiled_search import Candidate, CompiledSearch
 from planner.search.eager import OFFLOAD_IS_EXPERIMENTAL
-from planner.search.effort import Effort
-from planner.search.variants import choose
+from planner.search.variants import Effort, choose
 from planner.solvers.incumbent import PROOF_TOLERANCE
 from planner.step.prepared import PreparedStep
 from planner.units import format_bytes

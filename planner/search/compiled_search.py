@@ -24,7 +24,6 @@ from operator import attrgetter
 from planner._apply.rewrite_spec import RewriteSpec
 from planner._graph_capture.inductor.compiled_step import CompiledStep
 from planner.plans.decisions import build_spec
-from planner.search.effort import Effort
 from planner.search.saving import (
     free_ops,
     least_cost,
@@ -34,7 +33,7 @@ from planner.search.saving import (
     without_cheap,
     without_free,
 )
-from planner.search.variants import solve_variant
+from planner.search.variants import Effort, solve_variant
 from planner.solvers.errors import InfeasibleBudget as Refusal
 from planner.solvers.problem import Schedule
 from planner.solvers.result import Result

@@ -17,8 +17,8 @@ from planner.errors import CaptureError, InfeasibleBudget
 from planner.plans.plan import Plan
 from planner.search.compiled import plan_compiled
 from planner.search.eager import infeasible, make_plan, schedule_within
-from planner.search.effort import Effort
 from planner.search.reserved import reserved_refusal, schedule_reserving
+from planner.search.variants import Effort
 from planner.solvers.minimum import minimum_peak
 from planner.solvers.problem import Schedule
 from planner.step.lowering import host_link

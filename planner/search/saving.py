@@ -9,7 +9,7 @@ costs a write and a read; recomputing it costs arithmetic, and memory traffic on
 are not read anyway.  On a CPU, writing and reading a dropout mask takes longer than drawing it
 again.
 
-Blind spots: those of `graph_capture.inductor.fused_costs`.
+Blind spots: those of `graph_capture.inductor.within_kernels`.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from planner._graph_capture.capture import capture_step
-from planner._graph_capture.device_kernels import autocast
+from planner._graph_capture.device_kernels import replacement
 from planner._graph_capture.device_kernels.attention import AttentionCall, choose_attention
 from planner._graph_capture.device_kernels.replacement import DeviceKernels
 from planner._graph_capture.errors import CaptureError
@@ -47,8 +47,8 @@ def header_list(name: str) -> set[str]:
 
 
 @pytest.mark.parametrize("name, ours", [
-    ("FP32", autocast.FLOAT32 | {"rms_norm"}), ("FP32_SET_OPT_DTYPE", autocast.FLOAT32_RESULT),
-    ("PROMOTE", autocast.WIDEST)])
+    ("FP32", replacement.FLOAT32 | {"rms_norm"}),
+    ("FP32_SET_OPT_DTYPE", replacement.FLOAT32_RESULT), ("PROMOTE", replacement.WIDEST)])
 def test_autocast_lists_are_those_of_torch(name, ours):
     theirs = header_list(name)
     assert len(theirs) > 8
@@ -57,9 +57,9 @@ def test_autocast_lists_are_those_of_torch(name, ours):
 
 def test_ops_that_autocast_lowers_have_a_kernel_of_the_cpu_or_one_of_ours():
     lower = header_list("LOWER_PRECISION_FP")
-    assert lower >= autocast.LOWER
-    missing = {name for name in lower - autocast.LOWER
-               if (op := autocast._op(name)) is not None and not has_kernel(op, "AutocastCPU")}
+    assert lower >= replacement.LOWER
+    missing = {name for name in lower - replacement.LOWER
+               if (op := replacement._op(name)) is not None and not has_kernel(op, "AutocastCPU")}
     assert missing <= {"_scaled_dot_product_flash_attention", "convolution", "_convolution"}
 
 
