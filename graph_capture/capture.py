@@ -53,13 +53,15 @@ from planner._graph_capture.optimizer.in_backward import (
 )
 from planner._graph_capture.optimizer.step import OptimizerTrace, trace_optimizer_steps
 from planner._graph_capture.output_tensors import output_tensors
-from planner._graph_capture.plain_step.eager_step import EagerStep, trace_eager_step
 from planner._graph_capture.plain_step.loss import LossFn, OpenLoss, OutputGradient, trace_loss
+from planner._graph_capture.plain_step.micro_batch import (
+    EagerStep,
+    resident_blocks,
+    trace_eager_step,
+)
 from planner._graph_capture.plain_step.observed_loss import without_watches
-from planner._graph_capture.plain_step.resident import resident_blocks
 from planner._graph_capture.progress import Progress
 from planner._graph_capture.rank import RankLayout, Wrapper
-from planner._graph_capture.specification import check
 from planner._graph_capture.step.assemble import LossMemory, assemble
 from planner._graph_capture.step.kept import Keeper
 from planner._graph_capture.step.regions import RegionUse, count_runs, region_uses
@@ -76,6 +78,7 @@ from planner._graph_capture.training_graph import (
     OptimizerMemory,
     StepVariant,
     TrainingGraph,
+    check,
 )
 
 

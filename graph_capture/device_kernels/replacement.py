@@ -28,6 +28,7 @@ from typing import Any
 import torch
 
 from planner._graph_capture.device_kernels.attention import (
+    INSTALLED,
     AttentionCall,
     AttentionKernel,
     choose_attention,
@@ -225,7 +226,7 @@ def autocast_kernels() -> Iterator[tuple[Place, Callable[..., Any]]]:
     """Replacements of the ops in these lists while autocast is on, for ops that this torch has, and
     of those that only the CPU's autocast changes."""
     of_cpu_only = names_at_one_key("AutocastCPU", but_not="AutocastCUDA")
-    float32 = FLOAT32 | ({"rms_norm"} if _version() >= (2, 12) else set())
+    float32 = FLOAT32 | ({"rms_norm"} if INSTALLED >= (2, 12) else set())
     for names, kernel in ((float32, _float32), (FLOAT32_RESULT, _float32_result),
                           (LOWER, _lower), (WIDEST, _widest), (of_cpu_only, _unchanged)):
         for name in sorted(names):
@@ -289,6 +290,3 @@ def _op(name: str) -> OpOverload | None:
     found = getattr(packet, name.partition(".")[2] or "default", None)
     return found if isinstance(found, OpOverload) else None
 
-
-def _version() -> tuple[int, ...]:
-    return tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])

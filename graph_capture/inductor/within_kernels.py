@@ -128,8 +128,8 @@ class FusedCosts:
         made = tensors_of(node.meta.get("val"))
         masks = sum(tensor.numel() for tensor in made if tensor.dtype is torch.bool)
         per_mask = _FLOPS_OF_SAVED_MASK.get(self._device.type, 0.0)
-        return 2 * self.reading_seconds(sum(map(_bytes, made))) + self._model.arithmetic_seconds(
-            math.ceil(masks * per_mask), torch.float32)
+        return (2 * self.reading_seconds(sum(tensor.nbytes for tensor in made))
+                + self._model.arithmetic_seconds(math.ceil(masks * per_mask), torch.float32))
 
     def reading_seconds(self, size_bytes: int) -> float:
         """Seconds to read so many bytes from memory."""
@@ -145,10 +145,10 @@ class FusedCosts:
             read = [tensor for source in node.all_input_nodes
                     for tensor in tensors_of(source.meta.get("val"))]
             elements = max((tensor.numel() for tensor in read), default=0)
-            traffic = max((_bytes(tensor) for tensor in read), default=0)
+            traffic = max((tensor.nbytes for tensor in read), default=0)
         else:
             elements = _elements(node)
-            traffic = sum(map(_bytes, made)) if _is_read_from_outside(node) else 0
+            traffic = sum(tensor.nbytes for tensor in made) if _is_read_from_outside(node) else 0
         arithmetic = self._model.arithmetic_seconds(math.ceil(elements * per_element),
                                                     torch.float32)
         return arithmetic + self._model.traffic_seconds(traffic)
@@ -201,10 +201,6 @@ def _is_read_from_outside(node: fx.Node) -> bool:
     """True if an external kernel reads the result, itself or a view of it."""
     return any(user.op != "output" and fusion_of(user) is Fusion.EXTERNAL
                for user in readers(node, is_view))
-
-
-def _bytes(tensor: torch.Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
 
 
 def within_kernels(graph: TrainingGraph, uses: Sequence[RegionUse]) -> TrainingGraph:

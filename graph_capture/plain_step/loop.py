@@ -26,9 +26,12 @@ from planner._graph_capture.optimizer.step import (
     trace_optimizer_steps,
 )
 from planner._graph_capture.plain_step.loss import LossFn
-from planner._graph_capture.plain_step.micro_batch import run_without_data, trace_micro_batch
+from planner._graph_capture.plain_step.micro_batch import (
+    resident_blocks,
+    run_without_data,
+    trace_micro_batch,
+)
 from planner._graph_capture.plain_step.observed_loss import without_watches
-from planner._graph_capture.plain_step.resident import resident_blocks
 from planner._graph_capture.rank import RankLayout
 from planner._graph_capture.torch_compat import quiet_fake_tensors
 

@@ -4,7 +4,7 @@ searches of its graph variants (`planner.search.compiled_search`).
 The starting point is the recomputation that Inductor's own partitioner does without a budget: it
 costs nothing beyond the memory traffic that it saves.
 
-Blind spot: proofs (`planner.search.saving`) hold under the problem's costs.
+Blind spot: proofs (`planner.search.compiled_search`) hold under the problem's costs.
 """
 
 from __future__ import annotations

@@ -349,9 +349,9 @@ def test_the_workspace_of_cublas_is_held_until_torch_2_15(monkeypatch):
     assert found == {"A100": [8, 8], "RTX 4090": [8, 8], "H100": [32, 32], "B200": [8, 32],
                      "RTX 5090": [8, 32]}
     h100 = known_gpu("H100")
-    monkeypatch.setattr(cuda_workspace, "_TORCH", (2, 12))
+    monkeypatch.setattr(cuda_workspace, "INSTALLED", (2, 12))
     assert held_workspace_bytes(h100) == 32 << 20 and product_workspace_bytes("mm", h100) == 0
-    monkeypatch.setattr(cuda_workspace, "_TORCH", (2, 15))
+    monkeypatch.setattr(cuda_workspace, "INSTALLED", (2, 15))
     assert held_workspace_bytes(h100) == 0 and product_workspace_bytes("mm", h100) == 32 << 20
     assert product_workspace_bytes("addmm", h100) == 1 << 20
     monkeypatch.setenv("TORCH_CUBLAS_WORKSPACE_CACHE", "1")
