@@ -131,6 +131,7 @@ def test_gradients_are_those_of_the_model(case, of_fsdp2):
     case.model.zero_grad()
 
 
+@pytest.mark.slow
 def test_an_impossible_budget_names_one_that_works(case):
     with pytest.raises(planner.InfeasibleBudget) as caught:
         plan_of(case, RANKS["fsdp2"], 1000)
