@@ -41,10 +41,10 @@ from planner._graph_capture.model_state import Dice, remembered_state
 from planner._graph_capture.module_forward import (
     Forward,
     call_forward,
+    hooks_within,
     in_place_of_forwards,
     own_forward,
 )
-from planner._graph_capture.module_hooks import hooks_within
 from planner._graph_capture.torch_compat import as_plain_code, called_unseen, pytree
 
 

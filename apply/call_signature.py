@@ -20,8 +20,7 @@ import torch
 from torch import nn
 
 from planner._apply.rewrite_spec import CallSignature, InputKey, ParameterKey, RewriteSpec
-from planner._graph_capture.module_forward import own_forward
-from planner._graph_capture.module_hooks import hooks_and_classes_within
+from planner._graph_capture.module_forward import hooks_and_classes_within, own_forward
 
 
 def signature_of(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]

@@ -25,8 +25,8 @@ from planner._apply.plan_backend import Match, PlanBackend, checked_backward
 from planner._apply.rewrite import RewrittenRegion
 from planner._apply.rewrite_spec import RewriteSpec
 from planner._graph_capture.inductor.compiled_step import memory_of_code
-from planner._graph_capture.inductor.fused_costs import Fusion, fusion_of
 from planner._graph_capture.inductor.shortened import FindRuns, LeftOut, shorten
+from planner._graph_capture.inductor.within_kernels import Fusion, fusion_of
 from planner._graph_capture.joint_graph.joint import is_tuple_element, is_view, tensors_of
 from planner._graph_capture.joint_graph.low_peak_backward import REALIZED_COPY
 from planner._graph_capture.joint_graph.replay import is_companion
@@ -38,11 +38,7 @@ from planner._graph_capture.torch_compat.inductor import (
     is_stored,
     store_result,
 )
-from planner._graph_capture.torch_compat.scheduler_pass import (
-    KernelOrder,
-    SchedulerPass,
-    UnfusedKernels,
-)
+from planner._graph_capture.torch_compat.scheduler_pass import KERNEL_ORDER, KernelOrder
 from planner._graph_capture.training_graph import CodeMemory
 
 _WORTH_SHORTENING = 0.6
@@ -96,17 +92,13 @@ class InductorBackend(PlanBackend):
             planned = inputs[len(inputs) - len(cotangents):]
             return checked_backward(run, planned, cotangents)
 
-        passes: list[SchedulerPass] = [KernelOrder(self._spec.kernel_order)]
-        settings: dict[str, Any] = {}
+        settings: dict[str, Any] = {KERNEL_ORDER: KernelOrder(self._spec.kernel_order)}
         if self._spec.low_memory_codegen:
-            passes.append(UnfusedKernels())
             # Inductor reuses a buffer if its own estimate of the peak allows it, and the estimate
             # is above the peak.
             settings["allow_buffer_reuse"] = False
         return inductor_backend(
-            partition, uuid_of(self._spec), finish=finish,
-            settings=settings | {each.setting: each for each in passes},
-        )(module, inputs)
+            partition, uuid_of(self._spec), finish=finish, settings=settings)(module, inputs)
 
     def _prepared(self, match: Match, graphs: RewrittenRegion, num_outputs: int
                   ) -> RewrittenRegion:

@@ -33,12 +33,12 @@ from planner._graph_capture.foreign_calls import foreign_call
 from planner._graph_capture.module_forward import (
     Forward,
     ForwardOverride,
+    hooks_within,
     in_place_of_forward,
     own_forward,
     rebound,
     set_forward,
 )
-from planner._graph_capture.module_hooks import hooks_within
 
 Replan = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], RewriteSpec]
 """Makes a rewrite spec for a model called with these positional and keyword arguments."""

@@ -32,8 +32,8 @@ from benchmarks.table import Table
 from planner._graph_capture.memory.allocator import record_peak
 from planner.errors import InfeasibleBudget
 from planner.plans.plan import Plan
-from planner.search.effort import Effort
 from planner.search.planning import plan_within
+from planner.search.variants import Effort
 
 
 def convnext(*, layers: int, batch: int, sequence: int) -> Workload:

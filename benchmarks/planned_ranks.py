@@ -59,8 +59,8 @@ from benchmarks.settled_collectives import settle_collectives
 from benchmarks.table import Table
 from planner._graph_capture.memory.allocator import record_peak
 from planner._graph_capture.plain_step.loss import objective
-from planner.search.effort import Effort
 from planner.search.planning import plan_within
+from planner.search.variants import Effort
 from planner.step.prepared import PreparedStep
 from planner.step.rank_layout import unit_names
 

@@ -37,8 +37,7 @@ from planner._graph_capture.fake_copies.storage_less import (
 )
 from planner._graph_capture.garbage import fewer_collections
 from planner._graph_capture.inductor.compiled_step import CompiledTracer, check_compiler
-from planner._graph_capture.inductor.fused_costs import FusedCosts
-from planner._graph_capture.inductor.within_kernels import compiled_variant
+from planner._graph_capture.inductor.within_kernels import FusedCosts, compiled_variant
 from planner._graph_capture.joint_graph.pipeline import JointVariant, has_low_peak_variant
 from planner._graph_capture.joint_graph.symbolic_sizes import Values
 from planner._graph_capture.memory.trace import Block
@@ -54,13 +53,15 @@ from planner._graph_capture.optimizer.in_backward import (
 )
 from planner._graph_capture.optimizer.step import OptimizerTrace, trace_optimizer_steps
 from planner._graph_capture.output_tensors import output_tensors
-from planner._graph_capture.plain_step.eager_step import EagerStep, trace_eager_step
 from planner._graph_capture.plain_step.loss import LossFn, OpenLoss, OutputGradient, trace_loss
+from planner._graph_capture.plain_step.micro_batch import (
+    EagerStep,
+    resident_blocks,
+    trace_eager_step,
+)
 from planner._graph_capture.plain_step.observed_loss import without_watches
-from planner._graph_capture.plain_step.resident import resident_blocks
 from planner._graph_capture.progress import Progress
 from planner._graph_capture.rank import RankLayout, Wrapper
-from planner._graph_capture.specification import check
 from planner._graph_capture.step.assemble import LossMemory, assemble
 from planner._graph_capture.step.kept import Keeper
 from planner._graph_capture.step.regions import RegionUse, count_runs, region_uses
@@ -77,6 +78,7 @@ from planner._graph_capture.training_graph import (
     OptimizerMemory,
     StepVariant,
     TrainingGraph,
+    check,
 )
 
 
@@ -540,17 +542,9 @@ def _notes(
     if recording.inference_graphs:
         notes.append(f"{recording.inference_graphs} captured regions need no gradient "
                      "and are not planned")
-    if costs.assumed:
-        notes.append("workspace is a stated margin, not a measurement, for: "
-                     + ", ".join(sorted(costs.assumed)))
     others = {kernel for kernel in rules.keys() ^ plain_rules.keys() if "attention" in kernel}
     if others:
         plain = [kernel for kernel in plain_rules if "attention" in kernel]
         notes.append(f"the plain step runs {' and '.join(plain)}: what torch.compile makes of the "
                      "model's code calls attention with other arguments")
-    if costs.assumption is not None:
-        notes.append(costs.assumption)
-    if costs.estimated:
-        notes.append("seconds are estimated, since they could not be measured, for: "
-                     + ", ".join(sorted(costs.estimated)))
-    return tuple(notes)
+    return (*notes, *costs.notes)

@@ -15,8 +15,8 @@ from dataclasses import replace
 
 from planner._graph_capture.capture import CapturedStep
 from planner._graph_capture.errors import CaptureError
-from planner._graph_capture.plain_step.eager_step import EagerStep
 from planner._graph_capture.plain_step.loss import LossFn, Until
+from planner._graph_capture.plain_step.micro_batch import EagerStep
 from planner._graph_capture.plain_step.observed_loss import (
     ObservedLoss,
     ReplayedLoss,

@@ -25,8 +25,7 @@ from planner._graph_capture.op_costs.headroom import ProbeHeadroom
 from planner._graph_capture.optimizer.in_backward import EarlyGradients
 from planner._graph_capture.plain_step.loss import LossFn
 from planner.arguments.budget import Budget, parse_budget
-from planner.arguments.dynamic import named_dimensions
-from planner.arguments.inputs import describe_inputs, split_inputs
+from planner.arguments.inputs import describe_inputs, named_dimensions, split_inputs
 from planner.arguments.planning import (
     MOST_CHUNKS,
     Dynamic,
@@ -40,9 +39,8 @@ from planner.plans.plan import Plan
 from planner.progress import Progress, watched
 from planner.reporters.one_line import summarize
 from planner.search.agreement import agreed
-from planner.search.alternatives import told_in_percent, with_alternatives
-from planner.search.effort import USUAL_TIME_LIMIT
-from planner.search.planning import Effort, plan_within
+from planner.search.planning import Effort, plan_within, told_in_percent, with_alternatives
+from planner.search.variants import USUAL_TIME_LIMIT
 from planner.solvers.simulator import Timeline, unroll
 from planner.step.lowering import host_link
 from planner.step.prepared import PreparedStep, prepare, with_sizes
@@ -78,9 +76,8 @@ def plan(model: nn.Module, inputs: object = None, *, budget_gb: float | None = N
             `"inductor"`: Inductor compiles it, and the predicted peak is that of its code.
         cost_model: the cost of recomputation. `"roofline"`: seconds, from FLOPs, bytes and the
             device's figures; `"measured"`: seconds of each op, run alone on dummy inputs on
-            the device (cached on disk; estimated where the op cannot be run); for Inductor,
-            `overhead` then comes from the seconds of each generated kernel, compiled for that;
-            `"flops"`: FLOPs alone, and `overhead` is the fraction of FLOPs.
+            the device (cached on disk; estimated where the op cannot be run, and where Inductor
+            fuses it); `"flops"`: FLOPs alone, and `overhead` is the fraction of FLOPs.
         device: the device to plan for; by default the model's, the CPU for a `meta` model.
         gpu: the GPU whose kernels are planned for if none is present, and whose figures time
             estimates use: a name such as `"H100"`, or a `planner.Gpu`; by default the present one;

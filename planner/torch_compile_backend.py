@@ -25,7 +25,7 @@ from weakref import ref
 import torch
 from torch import fx, nn
 
-from planner._graph_capture.module_hooks import hooks_within
+from planner._graph_capture.module_forward import hooks_within
 from planner.arguments.planning import PlanArguments, Planning
 from planner.attached.within import attach_in_step, is_within, settings_of
 from planner.captured_graph import Options, PlannedGraph, with_least_memory

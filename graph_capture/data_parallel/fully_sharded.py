@@ -1,4 +1,4 @@
-"""Memory timeline of fully sharded data parallelism (FSDP2, ZeRO) on one rank.
+"""Memory timeline of data parallelism on one rank: FSDP2, ZeRO, and DistributedDataParallel.
 
 The model of the world is that of `torch.distributed.fsdp.fully_shard`: each unit (modules that one
 call wrapped, without the units inside them; the root is one) owns a shard of each parameter, padded
@@ -16,9 +16,12 @@ allocates real ones, so every storage tracker sees them.
 With mixed precision the gathered parameters and the floating-point inputs of each unit are cast;
 gradients are reduced in a dtype of their own and cast to that of the shards.
 
-Blind spots: memory that the communication library keeps for a while after a collective; explicit
-prefetching of fully_shard; sharding over two dimensions; a unit of several modules of which only
-some run.
+DDP's buckets exist from the start, so only the end of each gradient is traced: with
+`gradient_as_bucket_view` it goes into its bucket as soon as it is computed.
+
+Blind spots: DDP's broadcast of buffers at the start of the forward; memory that the communication
+library keeps for a while after a collective; explicit prefetching of fully_shard; sharding over two
+dimensions; a unit of several modules of which only some run.
 """
 
 from __future__ import annotations
@@ -26,6 +29,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -33,7 +37,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from planner._graph_capture.rank import MakeBuffer
+from planner._graph_capture.rank import MakeBuffer, Wrapper
 from planner._graph_capture.torch_compat import pytree
 from planner._graph_capture.training_graph import BufferKind
 
@@ -276,3 +280,47 @@ class _Passage(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
         ctx.callback()
         return (None, *gradients)
+
+
+class IntoBuckets(Wrapper):
+    """Frees each gradient once it is computed: it is in its bucket (`gradient_as_bucket_view`)."""
+
+    @contextlib.contextmanager
+    def _attached(self, model: nn.Module) -> Iterator[None]:
+        hooks = [parameter.register_post_accumulate_grad_hook(_release_gradient)
+                 for parameter in model.parameters() if parameter.requires_grad]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def attached(self, model: nn.Module, make: MakeBuffer) -> AbstractContextManager[None]:
+        return self._attached(model)
+
+
+class Sharded(Wrapper):
+    """Fully sharded parameters, gradients and optimizer state."""
+
+    def __init__(self, units: Sequence[tuple[str, ...]], ranks: int, *,
+                 reshard_after_forward: bool | None = None, kept: Collection[str] = (),
+                 library_copies: bool = False, precision: Precision | None = None) -> None:
+        """`reshard_after_forward`, `kept`: see `make_units`; the others: see `FullySharded`."""
+        self._units, self._ranks = units, ranks
+        self._reshard_after_forward, self._kept = reshard_after_forward, kept
+        self._library_copies, self._precision = library_copies, precision
+        self._runtime: FullySharded | None = None
+
+    def attached(self, model: nn.Module, make: MakeBuffer) -> AbstractContextManager[None]:
+        self._runtime = FullySharded(
+            make_units(model, self._units, self._reshard_after_forward, self._kept), self._ranks,
+            library_copies=self._library_copies, precision=self._precision)
+        return self._runtime.attached(make)
+
+    def finish(self) -> list[torch.Tensor]:
+        assert self._runtime is not None
+        return self._runtime.finish()
+
+
+def _release_gradient(parameter: torch.Tensor) -> None:
+    parameter.grad = None

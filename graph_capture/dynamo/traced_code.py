@@ -20,8 +20,7 @@ from torch import fx, nn
 
 from planner._graph_capture.errors import CaptureError
 from planner._graph_capture.fake_copies.storage_less import is_storage_less
-from planner._graph_capture.module_forward import own_forward
-from planner._graph_capture.module_hooks import hooks_within
+from planner._graph_capture.module_forward import hooks_within, own_forward
 from planner._graph_capture.torch_compat import Branch, FakeTensor, compile_forward
 
 if TYPE_CHECKING:

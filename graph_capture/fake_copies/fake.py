@@ -8,7 +8,11 @@ copy.  Nothing of the original is executed or written, and no tensor memory is a
 Functions among the attributes and hooks of a module, such as a `forward` that was put into an
 instance, refer to the copies where their closures refer to the originals.
 
-Blind spots: a global, a C++ object or a closure's object of another class that refers to the
+A model may write into what it is called with: each call gets containers and objects of its own,
+with the same tensors in them.
+
+Blind spots: objects among the arguments that cannot be copied are shared by all calls; a global, a
+C++ object or a closure's object of another class that refers to the
 original's tensors still refers to them in the fake copy; values are lost, so control flow on a
 tensor's value cannot be traced; the original's gradients are not copied; a user-defined
 `__deepcopy__` runs.
@@ -33,7 +37,6 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from planner._graph_capture.device_kernels.replacement import DeviceKernels
 from planner._graph_capture.errors import CaptureError
-from planner._graph_capture.fake_copies.own_containers import in_own_containers
 from planner._graph_capture.fake_copies.skipped_blocks import SkippedBlocks, running_skipped
 from planner._graph_capture.memory.allocator import allocated_bytes
 from planner._graph_capture.memory.sparse import strided_tensors
@@ -426,3 +429,28 @@ def _can_trace(device: torch.device) -> bool:
         return True
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     return accelerator is not None and accelerator.type == device.type
+
+
+def in_own_containers(model: nn.Module, tree: Any) -> Any:
+    """The same arguments of a call of `model`, in containers of their own."""
+    memo: dict[int, Any] = {
+        id(each): each for each in (*model.modules(), *model.parameters(), *model.buffers())}
+    return pytree.tree_map(lambda leaf: _copied(leaf, memo), tree)
+
+
+def _copied(leaf: Any, memo: dict[int, Any]) -> Any:
+    if isinstance(leaf, torch.Tensor):
+        return leaf
+    try:
+        with _SameTensors():
+            return copy.deepcopy(leaf, memo)
+    except Exception:  # an object that cannot be copied
+        return leaf
+
+
+class _SameTensors(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (),
+                           kwargs: dict[str, Any] | None = None) -> Any:
+        if func is torch.Tensor.__deepcopy__:
+            return args[0]
+        return func(*args, **(kwargs or {}))

@@ -2,11 +2,12 @@
 
 The model of the world: to the model's Python code and to autograd a storage-less tensor is an
 ordinary `torch.Tensor`, on the CPU or on a GPU that is present.  Only its storage points to a
-shared page of zeros (`graph_capture.fake_copies.zeros`), and a dispatch mode
-answers each op with another storage-less tensor of the shape that a fake tensor would have.  Small
-integer tensors of the inputs keep their values, and ops on known values run, so that code may read
-masks and positions as in a real step. (transformers, for one, drops a mask of ones unless it sees a
-fake tensor.)
+shared page of zeros, and a dispatch mode answers each op with another storage-less tensor of the
+shape that a fake tensor would have.  On the CPU the zeros are a private mapping, whose pages the
+system shares; on a GPU a range of addresses refers to the same 2 MiB of memory over and over
+(CUDA's virtual memory management).  Small integer tensors of the inputs keep their values, and ops
+on known values run, so that code may read masks and positions as in a real step. (transformers, for
+one, drops a mask of ones unless it sees a fake tensor.)
 
 Blind spots: a value that depends on the weights is unknown, and asking for it is an error; code
 that reads memory without the dispatcher reads zeros.
@@ -15,17 +16,19 @@ that reads memory without the dispatcher reads zeros.
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import mmap
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
 from planner._graph_capture.errors import CaptureError, DataDependentValue
 from planner._graph_capture.fake_copies.fake import FakeCopier, FakeCopy, fake_copy_by
-from planner._graph_capture.fake_copies.zeros import has_zeros, zeros_on
 from planner._graph_capture.joint_graph.joint import tensors_of
 from planner._graph_capture.memory.sparse import MAKE_SPARSE, is_sparse, leaves_of, run_sparse
 from planner._graph_capture.torch_compat import (
@@ -38,6 +41,7 @@ from planner._graph_capture.torch_compat import (
     fake_tensor,
     has_discrete_values,
     may_be_known,
+    no_active_modes,
     of_class,
     pytree,
     runs_its_own_ops,
@@ -469,3 +473,103 @@ def assumed_value(tensor: torch.Tensor, device: torch.device = _CPU) -> torch.Te
 def _worth_knowing(tensor: torch.Tensor) -> bool:
     return (tensor.device.type in ("cpu", "cuda") and has_discrete_values(tensor)
             and not isinstance(tensor, FakeTensor | nn.Parameter))
+
+
+_LEAST_BYTES = 1 << 30
+_PINNED_MEMORY, _OF_DEVICE, _READ_AND_WRITE, _LEAST_GRANULARITY = 1, 1, 3, 0
+
+
+class _Location(ctypes.Structure):
+    _fields_ = (("kind", ctypes.c_int), ("number", ctypes.c_int))
+
+
+class _Allocation(ctypes.Structure):  # CUmemAllocationProp
+    _fields_ = (("kind", ctypes.c_int), ("handle_kinds", ctypes.c_int), ("location", _Location),
+                ("unused", ctypes.c_void_p), ("flags", ctypes.c_ubyte * 8))
+
+
+class _Access(ctypes.Structure):  # CUmemAccessDesc
+    _fields_ = (("location", _Location), ("flags", ctypes.c_int))
+
+
+class Zeros:
+    """Pages of zeros on one device, each large enough for the storages that point to it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._pages: list[tuple[int, int]] = []  # size, address
+        self._owners: list[object] = []
+        self._handle: ctypes.c_ulonglong | None = None  # the memory on a GPU
+        self._step = 0
+
+    def address(self, size_bytes: int) -> int:
+        """Address of at least `size_bytes` zeros.  Raises `OSError` where the GPU has none."""
+        for size, address in self._pages:
+            if size >= size_bytes:
+                return address
+        size = max(_LEAST_BYTES, 2 * size_bytes)
+        address = self._mapped(size) if self._device.type == "cpu" else self._mapped_on_gpu(size)
+        self._pages.append((size, address))
+        return address
+
+    def holds(self, address: int) -> bool:
+        """True if the address is that of such a page."""
+        return any(address == page for _, page in self._pages)
+
+    def _mapped(self, size_bytes: int) -> int:
+        owner = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS,
+                          prot=mmap.PROT_READ)
+        self._owners.append(owner)
+        return int(np.frombuffer(owner, dtype=np.uint8).ctypes.data)
+
+    def _mapped_on_gpu(self, size_bytes: int) -> int:
+        place = _Location(_OF_DEVICE, self._device.index or 0)
+        if self._handle is None:
+            torch.cuda.init()
+            how, step = _Allocation(_PINNED_MEMORY, 0, place), ctypes.c_size_t()
+            _driver("cuMemGetAllocationGranularity", ctypes.byref(step), ctypes.byref(how),
+                    _LEAST_GRANULARITY)
+            handle = ctypes.c_ulonglong()
+            _driver("cuMemCreate", ctypes.byref(handle), step, ctypes.byref(how),
+                    ctypes.c_ulonglong(0))
+            self._handle, self._step = handle, step.value
+        size = -(-size_bytes // self._step) * self._step
+        address = ctypes.c_ulonglong()
+        _driver("cuMemAddressReserve", ctypes.byref(address), ctypes.c_size_t(size),
+                ctypes.c_size_t(0), ctypes.c_ulonglong(0), ctypes.c_ulonglong(0))
+        for begin in range(address.value, address.value + size, self._step):
+            _driver("cuMemMap", ctypes.c_ulonglong(begin), ctypes.c_size_t(self._step),
+                    ctypes.c_size_t(0), self._handle, ctypes.c_ulonglong(0))
+        access = _Access(place, _READ_AND_WRITE)
+        _driver("cuMemSetAccess", address, ctypes.c_size_t(size), ctypes.byref(access),
+                ctypes.c_size_t(1))
+        with no_active_modes():
+            torch.empty(0, dtype=torch.uint8, device=self._device).set_(
+                storage_at(address.value, self._step, self._device)).zero_()
+        return address.value
+
+
+def _driver(name: str, *arguments: object) -> None:
+    """Call a function of CUDA's driver; raises `OSError` if it fails."""
+    status = getattr(ctypes.CDLL("libcuda.so.1"), name)(*arguments)
+    if status:
+        raise OSError(f"{name} of CUDA's driver failed with status {status}")
+
+
+_zeros: dict[torch.device, Zeros] = {}  # never released: storages outlive everything else
+
+
+def zeros_on(device: torch.device) -> Zeros:
+    """The zeros of a device."""
+    if device not in _zeros:
+        _zeros[device] = Zeros(device)
+    return _zeros[device]
+
+
+def has_zeros(device: torch.device) -> bool:
+    """True if there are addresses of zeros on the device."""
+    try:
+        zeros_on(device).address(1)
+    except (OSError, AttributeError):  # no such driver, or an old one
+        return False
+    return True

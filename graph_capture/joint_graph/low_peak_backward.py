@@ -82,7 +82,8 @@ def _worth_copying(whole: torch.Tensor, last_read: Mapping[fx.Node, int]) -> lis
         late = users[count:]
         if (all(_is_alias(user) and isinstance(user.meta["val"], torch.Tensor) for user in late)
                 and last_read[late[0]] - last_read[users[count - 1]] >= _LEAST_OPS
-                and sum(map(_bytes_of, late)) <= _LARGEST_SHARE * whole.untyped_storage().nbytes()):
+                and sum(part.meta["val"].nbytes for part in late)
+                <= _LARGEST_SHARE * whole.untyped_storage().nbytes()):
             return late
     return []
 
@@ -90,11 +91,6 @@ def _worth_copying(whole: torch.Tensor, last_read: Mapping[fx.Node, int]) -> lis
 def _is_alias(node: fx.Node) -> bool:
     """True if the node is a view, or one of several that an op makes at once."""
     return is_view(node.args[0] if is_tuple_element(node) else node)
-
-
-def _bytes_of(node: fx.Node) -> int:
-    value: torch.Tensor = node.meta["val"]
-    return value.numel() * value.element_size()
 
 
 def _other_summand(node: fx.Node) -> fx.Node | None:

@@ -9,8 +9,12 @@ Autograd treats fake tensors differently in one place that matters: to sum the g
 that is used twice, it adds in place for plain tensors, and makes a third tensor for a subclass.
 The tracker adds in place where autograd would have.
 
-Blind spots: the formula of a rare derivative (`prod` over all elements) that autograd also writes
-differently for subclasses.
+An op belongs to the innermost running module; in the backward, to the module that was running when
+autograd numbered its node in the forward.
+
+Blind spots: a node made outside of every module belongs to none, and sums that autograd computes
+between two nodes to the next node's; the formula of a rare derivative (`prod` over all elements)
+that autograd also writes differently for subclasses.
 """
 
 from __future__ import annotations
@@ -20,6 +24,11 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 import torch
+from torch import nn
+from torch.nn.modules.module import (
+    register_module_forward_hook,
+    register_module_forward_pre_hook,
+)
 
 from planner._graph_capture.memory.allocator import allocated_bytes
 from planner._graph_capture.memory.sparse import strided_tensors
@@ -30,6 +39,8 @@ from planner._graph_capture.torch_compat import (
     TorchDispatchMode,
     active_modes,
     bytes_made_before,
+    next_node_number,
+    running_node_number,
     runs_its_own_ops,
     schema_of,
     storage_key,
@@ -157,6 +168,11 @@ class MemoryTracker(TorchDispatchMode):
                   in enumerate(zip(self._sizes, self._makers, strict=True))),
             tuple(self._events), tuple(self._runs))
 
+    @classmethod
+    def is_infra_mode(cls) -> bool:
+        """True: Dynamo runs its compiled code only under such modes."""
+        return True
+
     def __torch_dispatch__(self, func: Any, types: Collection[type], args: tuple[Any, ...] = (),
                            kwargs: Mapping[str, Any] | None = None) -> Any:
         if runs_its_own_ops(types):
@@ -239,3 +255,43 @@ class MemoryTracker(TorchDispatchMode):
     def _change(self, number: int, change: int) -> None:
         self.live_bytes += change
         self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+
+
+class ModuleLocator:
+    """Tracks the running modules of one model; a context in which they run."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._name_of = {id(module): name for name, module in model.named_modules()}
+        self._running: list[str] = []
+        self._of_node: dict[int, str] = {}
+        self._handles: list[Any] = []
+
+    def __enter__(self) -> ModuleLocator:
+        self._running.clear()
+        # Hooks for all modules rather than on each: the model stays as it is.
+        self._handles = [register_module_forward_pre_hook(self._enter),
+                         register_module_forward_hook(self._leave, always_call=True)]
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    def __call__(self) -> str:
+        """The qualified name of the module of the op that runs now; for a module that is not the
+        model's, such as a loss, its class."""
+        node = running_node_number()
+        if node is not None and not self._running:
+            return self._of_node.get(node, "")
+        name = self._running[-1] if self._running else ""
+        # The node was numbered just before its op runs; later ops may have no node of their own.
+        self._of_node.setdefault(next_node_number() - 1, name)
+        return name
+
+    def _enter(self, module: nn.Module, args: object) -> None:
+        self._running.append(self._name_of.get(id(module), type(module).__name__))
+
+    def _leave(self, module: nn.Module, args: object, result: object) -> None:
+        if self._running:
+            self._running.pop()

@@ -15,10 +15,9 @@ Blind spot of `measured`: an op run over and over finds its operands in the cach
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import fx
@@ -31,9 +30,6 @@ from planner._graph_capture.op_costs.flops import bytes_moved, op_flops
 from planner._graph_capture.op_costs.probe import OpProbe
 from planner._graph_capture.progress import Progress
 from planner._graph_capture.torch_compat import OpOverload
-
-if TYPE_CHECKING:
-    from planner._graph_capture.torch_compat.inductor import KernelCall
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,21 +53,19 @@ class OpCosts:
         """`gpu`: whose figures to use, from the table; `progress` receives the number of timed ops
         now and then; `headroom`: as for `OpProbe`."""
         self.device_model = device_model(device, gpu=gpu)
-        self.assumption = None if cost_model == "flops" else assumption(device, gpu)
+        self._assumption = None if cost_model == "flops" else assumption(device, gpu)
         self._cost_model = cost_model
         self._probe = OpProbe(device, probe=probe, headroom=headroom, gpu=gpu)
         self._progress = progress or (lambda message: None)
         self._timed = 0
 
     @property
-    def assumed(self) -> frozenset[str]:
-        """Ops whose workspace is a stated margin instead of a measurement."""
-        return frozenset(self._probe.assumed)
-
-    @property
-    def estimated(self) -> frozenset[str]:
-        """Ops that could not be timed although the cost model requires it."""
-        return frozenset(self._probe.untimed)
+    def notes(self) -> tuple[str, ...]:
+        """Notes for the user about what was assumed so far."""
+        facts = (("workspace is a stated margin, not a measurement", self._probe.assumed),
+                 ("seconds are estimated, since they could not be measured", self._probe.untimed))
+        return (*(f"{what}, for: {', '.join(sorted(ops))}" for what, ops in facts if ops),
+                *((self._assumption,) if self._assumption is not None else ()))
 
     def workspace_bytes(
         self, target: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any
@@ -109,22 +103,6 @@ class OpCosts:
             seconds = self._measured(target, args, kwargs, out, seconds)
         return seconds
 
-    def seconds_of_kernels(self, calls: Sequence[KernelCall]) -> float:
-        """Duration of calls of Inductor's kernels, each run alone on the device; of its operands'
-        traffic if that fails.  Kernels without a known duration are compiled."""
-        unknown = {call.kernel.text: call.kernel for call in calls
-                   if self._probe.known_seconds(call.kernel.text, call.args, call.kwargs) is None}
-        built = {text: kernel.build() for text, kernel in unknown.items()}
-        total = 0.0
-        for number, call in enumerate(calls, start=1):
-            self._progress(f"timing kernels, {number} of {len(calls)}")
-            text = call.kernel.text
-            measured = self._probe.seconds_of_function(
-                text, partial(_bound, built.get(text), call.method), call.args, call.kwargs)
-            total += measured if measured is not None else self.device_model.traffic_seconds(
-                sum(t.numel() * t.element_size() for t in tensors_of((call.args, call.kwargs))))
-        return total
-
     def _measured(self, target: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any],
                   out: Any, estimate: float) -> float:
         """Duration by the probe, otherwise the estimate."""
@@ -147,11 +125,6 @@ def _numbers_drawn(target: OpOverload, args: tuple[Any, ...], kwargs: Mapping[st
     if not draws(target, args, kwargs):
         return 0
     return max((tensor.numel() for tensor in tensors_of(out)), default=0)
-
-
-def _bound(built: Callable[[], Any] | None, method: str) -> Callable[..., Any]:
-    assert built is not None, "what is not known was built"
-    return getattr(built(), method)
 
 
 def _value_of(node: fx.Node) -> Any:

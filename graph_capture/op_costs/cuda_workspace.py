@@ -25,13 +25,13 @@ from typing import Any
 
 import torch
 
+from planner._graph_capture.device_kernels.attention import INSTALLED
 from planner._graph_capture.op_costs.devices import Gpu
 
 _ROWS_PER_THREAD = 10
 _FEW_INDICES = 3072
 _LT_BYTES = 2 ** 20
 """Workspace that torch gives cuBLASLt, which multiplies and adds."""
-_TORCH = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
 
 
 def cuda_workspace_bytes(name: str, args: Sequence[Any], gpu: Gpu) -> int | None:
@@ -57,7 +57,7 @@ def held_workspace_bytes(gpu: Gpu | None) -> int:
     return 0 if gpu is None or not _holds_workspace() else cublas_workspace_bytes(gpu)
 
 
-def cublas_workspace_bytes(gpu: Gpu, version: tuple[int, ...] = _TORCH) -> int:
+def cublas_workspace_bytes(gpu: Gpu, version: tuple[int, ...] = INSTALLED) -> int:
     """Size of the cuBLAS workspace on each handle and stream."""
     given = re.findall(r":(\d+):(\d+)", os.environ.get("CUBLAS_WORKSPACE_CONFIG", ""))
     if given:
@@ -67,7 +67,7 @@ def cublas_workspace_bytes(gpu: Gpu, version: tuple[int, ...] = _TORCH) -> int:
 
 
 def _holds_workspace() -> bool:
-    return _TORCH < (2, 15) or os.environ.get("TORCH_CUBLAS_WORKSPACE_CACHE") == "1"
+    return INSTALLED < (2, 15) or os.environ.get("TORCH_CUBLAS_WORKSPACE_CACHE") == "1"
 
 
 def _none(args: Sequence[Any]) -> int:

@@ -12,15 +12,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.optim import Optimizer
 
 from planner._graph_capture.errors import CaptureError
 from planner._graph_capture.fake_copies.fake import FakeCopy, device_planned_for, make_fake_copy
-from planner._graph_capture.memory.module_location import ModuleLocator
 from planner._graph_capture.memory.trace import Block, Category, MemoryTrace, MicroBatch
-from planner._graph_capture.memory.tracker import MemoryTracker
-from planner._graph_capture.op_costs.devices import Gpu, assumption, compute_capability
-from planner._graph_capture.op_costs.probe import OpProbe
+from planner._graph_capture.memory.tracker import MemoryTracker, ModuleLocator
+from planner._graph_capture.op_costs.costs import OpCosts
+from planner._graph_capture.op_costs.devices import Gpu, compute_capability
 from planner._graph_capture.optimizer.in_backward import UsesGradients, early_gradients
 from planner._graph_capture.optimizer.step import (
     OptimizerSettings,
@@ -28,9 +26,12 @@ from planner._graph_capture.optimizer.step import (
     trace_optimizer_steps,
 )
 from planner._graph_capture.plain_step.loss import LossFn
-from planner._graph_capture.plain_step.micro_batch import run_without_data, trace_micro_batch
+from planner._graph_capture.plain_step.micro_batch import (
+    resident_blocks,
+    run_without_data,
+    trace_micro_batch,
+)
 from planner._graph_capture.plain_step.observed_loss import without_watches
-from planner._graph_capture.plain_step.resident import resident_blocks
 from planner._graph_capture.rank import RankLayout
 from planner._graph_capture.torch_compat import quiet_fake_tensors
 
@@ -50,7 +51,7 @@ class PlainLoop:
         the loop is that of one rank of a data-parallel run.  `holds_output`: as for
         `trace_micro_batch`.  `gpu`: as for `compute_capability`.  `in_backward_of`: the optimizer
         that hooks of the parameters step, freeing the gradients; `None`: it steps at the end.  The
-        other arguments are those of `make_fake_copy` and `OpProbe`.
+        other arguments are those of `make_fake_copy` and `OpCosts`.
 
         Raises `CaptureError` if no fake copy of the model can be made.
         """
@@ -61,14 +62,14 @@ class PlainLoop:
                                  autocast=autocast)
         self.gpu = gpu
         """The named GPU, if any."""
-        self._layout = None if make_layout is None else make_layout(self.fake_copy)
+        self.layout = None if make_layout is None else make_layout(self.fake_copy)
+        """That of the rank, if any."""
         self._loss_fn = None if loss_fn is None else self.fake_copy.extra[0]
-        self._probe = OpProbe(self.fake_copy.device, probe=probe, gpu=gpu)
-        self._assumption = assumption(self.fake_copy.device, gpu)
+        self._costs = OpCosts(self.fake_copy.device, probe=probe, gpu=gpu)
         self._scaled, self._holds_output = grad_scaler, holds_output
         self._micro_batches: dict[frozenset[str], MicroBatch] = {}
         self._early = {} if in_backward_of is None else early_gradients(
-            in_backward_of, self.fake_copy, self._probe.workspace_bytes)
+            in_backward_of, self.fake_copy, self._costs.workspace_bytes)
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -79,16 +80,11 @@ class PlainLoop:
                          "traced on fake ones, which some libraries treat in another way")
         if self.fake_copy.kernels is not None:
             notes += self.fake_copy.kernels.notes()
-        if self._assumption is not None:
-            notes.append(self._assumption)
-        if self._probe.assumed:
-            notes.append("workspace is a stated margin, not a measurement, for: "
-                         + ", ".join(sorted(self._probe.assumed)))
-        return tuple(notes)
+        return (*notes, *self._costs.notes)
 
     def resident(self) -> tuple[Block, ...]:
         """Parameters, buffers and inputs, a block for each storage."""
-        layout = self._layout
+        layout = self.layout
         return resident_blocks(
             self.fake_copy,
             self.fake_copy.resident if layout is None else layout.resident,
@@ -111,11 +107,11 @@ class PlainLoop:
         if with_gradient not in self._micro_batches:
             with _explained("the training step"):
                 self._micro_batches[with_gradient] = trace_micro_batch(
-                    self.fake_copy, self._loss_fn, workspace=self._probe.workspace_bytes,
+                    self.fake_copy, self._loss_fn, workspace=self._costs.workspace_bytes,
                     with_gradient=with_gradient, scaled=self._scaled,
                     holds_output=self._holds_output,
-                    wrapper=(UsesGradients(self._early) if self._layout is None
-                             else self._layout.wrapper()))
+                    wrapper=(UsesGradients(self._early) if self.layout is None
+                             else self.layout.wrapper()))
         return self._micro_batches[with_gradient]
 
     @without_watches()
@@ -127,24 +123,24 @@ class PlainLoop:
 
     @without_watches()
     @quiet_fake_tensors()
-    def optimizer(self, optimizer: Optimizer | type[Optimizer] | str,
-                  settings: OptimizerSettings | None = None) -> OptimizerTrace:
+    def optimizer(self, optimizer: object, settings: OptimizerSettings | None = None
+                  ) -> OptimizerTrace:
         """Two steps of the optimizer; the parameters that a micro-batch reaches have gradients."""
-        if self._layout is not None:
-            share, fake_copy = self._layout.share_of(optimizer)
+        if self.layout is not None:
+            share, fake_copy = self.layout.share_of(optimizer)
             traced = trace_optimizer_steps(share, fake_copy, settings=settings,
-                                           workspace=self._probe.workspace_bytes)
+                                           workspace=self._costs.workspace_bytes)
             return replace(traced, parameters=frozenset(self.fake_copy.parameters))
         traced = trace_optimizer_steps(
             optimizer, self.fake_copy, with_gradient=self.micro_batch().with_gradient,
             sparse=self.micro_batch().sparse_gradients, settings=settings,
-            workspace=self._probe.workspace_bytes)
+            workspace=self._costs.workspace_bytes)
         return traced.in_backward() if self._early else traced
 
     def _trace_inference(self, fake_copy: FakeCopy, _: LossFn | None, __: bool) -> MemoryTrace:
         locate = ModuleLocator(fake_copy.model)
         tracker = MemoryTracker(
-            self._probe.workspace_bytes,
+            self._costs.workspace_bytes,
             device=fake_copy.device,
             trace_device=fake_copy.trace_device,
             resident=fake_copy.fake_of.values(),

@@ -15,8 +15,9 @@ collector runs, at another time than in the real step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
@@ -28,13 +29,20 @@ from planner._graph_capture.fake_copies.storage_less import (
     may_be_storage_less,
     storage_less_copy,
 )
-from planner._graph_capture.memory.module_location import ModuleLocator
-from planner._graph_capture.memory.sparse import is_sparse
-from planner._graph_capture.memory.trace import COMMUNICATION, Category, MicroBatch
-from planner._graph_capture.memory.tracker import MemoryTracker, Workspace
-from planner._graph_capture.plain_step.loss import LossFn, Objective, objective
+from planner._graph_capture.memory.allocator import allocated_bytes
+from planner._graph_capture.memory.sparse import is_sparse, strided_tensors
+from planner._graph_capture.memory.trace import COMMUNICATION, Block, Category, MicroBatch
+from planner._graph_capture.memory.tracker import MemoryTracker, ModuleLocator, Workspace
+from planner._graph_capture.plain_step.loss import (
+    LossFn,
+    LossFootprint,
+    Objective,
+    objective,
+    trace_loss,
+)
 from planner._graph_capture.rank import Wrapper
-from planner._graph_capture.torch_compat import NoStaticShape
+from planner._graph_capture.torch_compat import NoStaticShape, pytree, storage_key
+from planner._graph_capture.training_graph import BufferKind, ResidentMemory
 
 _Made = TypeVar("_Made")
 
@@ -175,3 +183,94 @@ def _no_autocast(device: torch.device) -> AbstractContextManager[Any]:
     if torch.is_autocast_enabled(device.type):
         return torch.autocast(device.type, enabled=False)
     return nullcontext()
+
+
+@dataclass(frozen=True, slots=True)
+class EagerStep:
+    """Memory of one plain training step, above what is resident."""
+
+    peak_bytes: int
+    by_category: Mapping[BufferKind, int]
+    """Bytes of each kind at the peak; they sum to `peak_bytes`.  Workspace is a temporary."""
+    forward_peak_bytes: int
+    """Maximum before the backward begins, the loss included."""
+    end_bytes: int
+    """Memory left when the step ends and its output is released: the gradients."""
+    with_gradient: frozenset[str]
+    """Names of the parameters that get a gradient."""
+    loss: LossFootprint
+    storage_less: bool
+    """True if the code ran on storage-less tensors, which look ordinary to it; false for fake
+    tensors, which some libraries treat differently."""
+    memory_timeline: tuple[int, ...] = field(default=(), compare=False, repr=False)
+    """Maximum of bytes from each op's run to the next one."""
+    backward_begins: int = field(default=0, compare=False)
+    """Number of runs before the backward."""
+    blocks: MicroBatch | None = field(default=None, compare=False, repr=False)
+    """All blocks that it allocates and frees, in order."""
+
+
+def trace_eager_step(fake_copy: FakeCopy, loss_fn: LossFn | None = None, *, workspace: Workspace,
+                     with_gradient: Collection[str] = (), holds_output: bool = True,
+                     wrapper: Wrapper | None = None) -> EagerStep:
+    """Trace forward, loss and backward of the fake copy.  It has no gradients before and after,
+    except those of the parameters in `with_gradient`, which are resident.  `wrapper`: data
+    parallelism during the step.
+
+    Raises `CaptureError` if there is nothing to differentiate; an error of the model propagates.
+    """
+    footprint: list[LossFootprint] = []
+
+    def look(running: FakeCopy, output: Any, loss: LossFn | None) -> None:
+        footprint[:] = [trace_loss(loss, output, running, workspace)]
+
+    step = trace_micro_batch(fake_copy, loss_fn, workspace=workspace,
+                             with_gradient=with_gradient, holds_output=holds_output, look=look,
+                             wrapper=wrapper)
+    trace = step.trace
+    at_peak = trace.by_category(trace.alive_at_peak())
+    return EagerStep(
+        peak_bytes=trace.peak_bytes,
+        by_category={kind: at_peak[Category(kind.value)] for kind in BufferKind},
+        forward_peak_bytes=trace.until(step.backward_begins).peak_bytes,
+        end_bytes=sum(trace.blocks[block].size_bytes
+                      for block in (*step.gradients, *step.left_blocks)),
+        with_gradient=step.with_gradient, loss=footprint[0],
+        storage_less=step.storage_less, memory_timeline=tuple(trace.levels_by_run()),
+        backward_begins=sum(run.event < step.backward_begins for run in trace.runs), blocks=step)
+
+
+def resident_blocks(fake_copy: FakeCopy, resident: ResidentMemory, *, is_sharded: bool = False
+                    ) -> tuple[Block, ...]:
+    """A block for each storage of the fake copy's parameters, buffers and inputs; other memory in
+    `resident` is a block of its own.  `is_sharded`: the parameters are sharded or bucketed on this
+    rank."""
+    seen: set[int] = set()
+    blocks = _blocks(fake_copy, Category.PARAMETERS, fake_copy.parameters.items(), seen)
+    if is_sharded:
+        blocks = [Block(resident.parameters_bytes, Category.PARAMETERS,
+                        label="parameters of this rank")]
+    blocks += _blocks(fake_copy, Category.BUFFERS, fake_copy.buffers.items(), seen)
+    inputs = [(f"input {number}", leaf) for number, leaf
+              in enumerate(pytree.tree_leaves((fake_copy.args, fake_copy.kwargs)))
+              if isinstance(leaf, torch.Tensor)]
+    blocks += _blocks(fake_copy, Category.INPUTS, inputs, seen)
+    for category, total in ((Category.BUFFERS, resident.buffers_bytes),
+                            (Category.INPUTS, resident.inputs_bytes)):
+        rest = total - sum(b.size_bytes for b in blocks if b.category is category)
+        if rest > 0:
+            blocks.append(Block(rest, category, label="other tensors"))
+    return tuple(blocks)
+
+
+def _blocks(fake_copy: FakeCopy, category: Category, named: Iterable[tuple[str, torch.Tensor]],
+            seen: set[int]) -> list[Block]:
+    blocks = []
+    for name, whole in named:
+        for tensor in strided_tensors([whole]):
+            key = storage_key(tensor)
+            if key not in seen:
+                seen.add(key)
+                size = allocated_bytes(tensor.untyped_storage().nbytes(), fake_copy.device)
+                blocks.append(Block(size, category, label=name))
+    return blocks

@@ -59,7 +59,7 @@ from planner._graph_capture.torch_compat import (
     pytree,
     running_node_number,
 )
-from planner.arguments.dynamic import named_dimensions, size_name
+from planner.arguments.inputs import named_dimensions, size_name
 from planner.attached.known import GraphPlanner
 from planner.attached.measuring import (
     abandon,

@@ -46,8 +46,8 @@ from planner._graph_capture.dynamo.blocks import (
 from planner._graph_capture.dynamo.traced_code import TracedCode
 from planner._graph_capture.errors import CaptureError, DataDependentValue
 from planner._graph_capture.fake_copies.data_dependent_values import data_dependent_values
+from planner._graph_capture.fake_copies.fake import in_own_containers
 from planner._graph_capture.fake_copies.input_values import named_inputs
-from planner._graph_capture.fake_copies.own_containers import in_own_containers
 from planner._graph_capture.memory.tracker import Workspace
 from planner._graph_capture.op_costs.headroom import ProbeHeadroom
 from planner._graph_capture.optimizer.in_backward import EarlyGradients
@@ -72,9 +72,8 @@ from planner.plans.decisions import schedule_of
 from planner.plans.plan import Plan
 from planner.progress import watched
 from planner.search.agreement import agreed, check_same_model
-from planner.search.alternatives import told_in_percent
 from planner.search.eager import make_plan
-from planner.search.planning import Effort, leanest_plan, plan_within
+from planner.search.planning import Effort, leanest_plan, plan_within, told_in_percent
 from planner.solvers.problem import Schedule
 from planner.solvers.result import Result
 from planner.step.prepared import PreparedStep, prepare, with_sizes

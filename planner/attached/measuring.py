@@ -24,8 +24,7 @@ from weakref import finalize, ref
 import torch
 
 from planner._graph_capture.memory.allocator import highest_requested_bytes
-from planner._graph_capture.plain_step.observed_loss import end_watches
-from planner._graph_capture.plain_step.step_watch import StepWatch
+from planner._graph_capture.plain_step.observed_loss import StepWatch, end_watches
 from planner._graph_capture.torch_compat import runs_in_backward
 from planner.units import format_bytes
 

@@ -26,7 +26,7 @@ from planner._graph_capture.joint_graph.symbolic_sizes import Values
 from planner._graph_capture.module_forward import Forward, in_place_of_forward
 from planner._graph_capture.step.symbolic_region import NamedDimensions, SymbolicRegion
 from planner._graph_capture.torch_compat import no_active_modes, pytree
-from planner.arguments.dynamic import size_name
+from planner.arguments.inputs import size_name
 from planner.attached.known import GraphPlanner
 from planner.attached.planned_graph import PlannedGraph
 from planner.plans.plan import Plan

@@ -16,7 +16,6 @@ import typer
 from typer.main import get_command
 
 from planner.arguments.planning import Planning
-from planner.cli.failures import ExitCode, UsageError
 from planner.cli.options import (
     Budget,
     Json,
@@ -30,6 +29,8 @@ from planner.cli.options import (
     command,
 )
 from planner.cli.output import (
+    ExitCode,
+    UsageError,
     check_plot,
     check_writable,
     print_result,

@@ -17,8 +17,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from planner.cli.failures import TargetError, UsageError
 from planner.cli.options import TargetOptions, TensorSpec, parse_inputs
+from planner.cli.output import TargetError, UsageError
 
 if TYPE_CHECKING:
     from torch import nn

@@ -19,8 +19,7 @@ import typer
 
 from planner.arguments.parallel import DataParallel
 from planner.arguments.planning import flag
-from planner.cli.failures import TargetError, UsageError, reported
-from planner.cli.output import results_apart
+from planner.cli.output import TargetError, UsageError, reported, results_apart
 from planner.progress import on_terminals_only, watched
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from contextlib import redirect_stdout, suppress
 from types import FrameType
 
 _INTERRUPTED = 130
-"""As `failures.ExitCode`, which is imported only after Ctrl-C is handled."""
+"""As `output.ExitCode`, which is imported only after Ctrl-C is handled."""
 
 
 def main() -> None:
@@ -33,7 +33,7 @@ def main() -> None:
 def run(arguments: Sequence[str]) -> int:
     """Run one command within this process; return its exit code."""
     from planner.cli.commands import NAME, commands
-    from planner.cli.failures import ExitCode, report
+    from planner.cli.output import ExitCode, report
 
     try:
         if not arguments:

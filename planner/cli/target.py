@@ -29,8 +29,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from planner.cli.failures import TargetError, UsageError, describe_error
 from planner.cli.options import TargetOptions, parse_inputs
+from planner.cli.output import TargetError, UsageError, describe_error
 
 if TYPE_CHECKING:
     import torch

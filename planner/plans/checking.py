@@ -25,8 +25,13 @@ from planner._apply.call_signature import planned_sizes
 from planner._apply.rewrite_spec import RegionSpec, RewriteSpec, SymbolicSizes
 from planner._apply.size_expressions import number as number_of
 from planner._graph_capture.memory.allocator import allocated_bytes
-from planner._graph_capture.specification import MalformedGraph, check
-from planner._graph_capture.training_graph import Phase, Region, TrainingGraph
+from planner._graph_capture.training_graph import (
+    MalformedGraph,
+    Phase,
+    Region,
+    TrainingGraph,
+    check,
+)
 from planner.errors import PlanMismatch
 from planner.plans.decisions import build_regions, decide, schedule_of
 from planner.solvers.simulator import Timeline, unroll

@@ -74,8 +74,7 @@ class Predicted:
     memory: MemoryByCategory
     """Bytes at the peak by category; sums to `peak_bytes`."""
     overhead: Change
-    """Estimated extra step time, as a fraction of the step without recomputation.  Below 0 if the
-    kernels of a plan for Inductor were timed and are faster."""
+    """Estimated extra step time, as a fraction of the step without recomputation."""
     recompute_flops: int
     """FLOPs of recomputation in one step."""
     offloaded_bytes: int = field(default=0, kw_only=True)

@@ -17,13 +17,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from planner._graph_capture.fake_copies.fake import FakeCopy, device_planned_for, make_fake_copy
 from planner._graph_capture.memory.trace import COMMUNICATION, Category, MemoryTrace
-from planner._graph_capture.op_costs.costs import OpCosts
-from planner._graph_capture.op_costs.devices import Gpu, compute_capability
-from planner._graph_capture.optimizer.step import trace_optimizer_steps
-from planner._graph_capture.plain_step.micro_batch import trace_micro_batch
-from planner._graph_capture.torch_compat import quiet_fake_tensors
+from planner._graph_capture.op_costs.devices import Gpu
+from planner._graph_capture.plain_step.loop import PlainLoop
 from planner._graph_capture.training_graph import BufferKind, OptimizerMemory
 from planner.api import capture_for
 from planner.arguments.inputs import split_inputs
@@ -33,7 +29,7 @@ from planner.plans.plan import Plan
 from planner.solvers.simulator import Timeline
 from planner.step.breakdown import breakdown
 from planner.step.categories import MemoryByCategory
-from planner.step.rank_layout import FullyShardedLayout, Replicated, layout_of
+from planner.step.rank_layout import layout_of
 from planner.step.variant import Variant
 from planner.step.wrapped import beneath_wrappers
 
@@ -115,44 +111,26 @@ def data_parallel(model: nn.Module, inputs: object = None, *, parallel: DataPara
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     args, kwargs = split_inputs(model, inputs)
     Planning(loss_fn=loss_fn, gpu=gpu)
-    plain = _trace(model, args, kwargs, parallel, loss_fn, optimizer, device, gpu, probe)
+    step = PlainLoop(
+        beneath_wrappers(model, parallel), args, kwargs, loss_fn=loss_fn, device=device, gpu=gpu,
+        probe=probe, make_layout=lambda fake_copy: layout_of(model, fake_copy, parallel))
+    plain = _breakdown(step, parallel, step.micro_batch().trace,
+                       None if optimizer is None else step.optimizer(optimizer).memory)
     if plan is None:
         return plain
     return _planned(model, inputs, plan, plain, loss_fn=loss_fn, optimizer=optimizer,
-                        device=device, gpu=gpu, probe=probe)
+                    device=device, gpu=gpu, probe=probe)
 
 
-def _trace(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
-           parallel: DataParallel, loss_fn: Callable[[Any], torch.Tensor] | None,
-           optimizer: object, device: torch.device | str | None, gpu: str | Gpu | None,
-           probe: bool) -> RankMemory:
-    with quiet_fake_tensors():
-        target = device_planned_for(model, device)
-        fake_copy = make_fake_copy(beneath_wrappers(model, parallel), args, kwargs, device=target,
-                                   extra=() if loss_fn is None else (loss_fn,),
-                                   capability=compute_capability(target, gpu))
-        layout = layout_of(model, fake_copy, parallel)
-        costs = OpCosts(fake_copy.device, probe=probe, gpu=gpu)
-        step = trace_micro_batch(fake_copy, None if loss_fn is None else fake_copy.extra[0],
-                                 workspace=costs.workspace_bytes, wrapper=layout.wrapper())
-        footprint = None if optimizer is None else trace_optimizer_steps(
-            *layout.share_of(optimizer), workspace=costs.workspace_bytes).memory
-    notes = [] if costs.assumption is None else [costs.assumption]
-    if costs.assumed:
-        notes.append("workspace is a stated margin, not a measurement, for: "
-                     + ", ".join(sorted(costs.assumed)))
-    if optimizer is None:
-        notes.append("no optimizer was given: its state and its step are not counted")
-    return _breakdown(fake_copy, parallel, layout, step.trace, footprint, tuple(notes))
-
-
-def _breakdown(fake_copy: FakeCopy, parallel: DataParallel,
-               layout: Replicated | FullyShardedLayout, trace: MemoryTrace,
-               footprint: OptimizerMemory | None, notes: tuple[str, ...]) -> RankMemory:
+def _breakdown(step: PlainLoop, parallel: DataParallel, trace: MemoryTrace,
+               footprint: OptimizerMemory | None) -> RankMemory:
+    layout: Any = step.layout
+    notes = step.notes if footprint is not None else (
+        *step.notes, "no optimizer was given: its state and its step are not counted")
     resident = {
         "parameters": layout.parameters_bytes,
-        "buffers": fake_copy.resident.buffers_bytes,
-        "inputs": fake_copy.resident.inputs_bytes,
+        "buffers": step.fake_copy.resident.buffers_bytes,
+        "inputs": step.fake_copy.resident.inputs_bytes,
         "gradients": layout.gradients_bytes,
         "optimizer": 0 if footprint is None else footprint.state_bytes,
         "communication": layout.communication_bytes,

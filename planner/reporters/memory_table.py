@@ -16,8 +16,7 @@ from planner.units import format_bytes
 
 if TYPE_CHECKING:
     from planner.ranks.data_parallel import RankMemory
-    from planner.training_loop.breakdown import MemoryHolder, PhaseMemory
-    from planner.training_loop.report import MemoryReport
+    from planner.training_loop.report import MemoryHolder, MemoryReport, PhaseMemory
 
 
 _ROWS = 12

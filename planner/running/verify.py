@@ -33,6 +33,7 @@ from torch import nn
 from planner._apply.blocks import code_of, run_step
 from planner._apply.call_signature import autocast_as_planned, input_tensors
 from planner._graph_capture.memory.allocator import record_peak
+from planner._graph_capture.model_state import remembered_state
 from planner._graph_capture.module_forward import (
     ForwardOverride,
     forward_override,
@@ -264,17 +265,12 @@ def _state_kept(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
     with_gradients = [*model.parameters(), *leaves]
     gradients = [tensor.grad for tensor in with_gradients]
     copies = [(each, each.clone()) for each in gradients if each is not None and reuses_gradients]
-    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
-    states = _random_states()
+    restore = remembered_state(model)
 
     def restart() -> None:
         for tensor in with_gradients:
             tensor.grad = None
-        with torch.no_grad():
-            for name, buffer in model.named_buffers():
-                if not torch.equal(buffer, buffers[name]):
-                    buffer.copy_(buffers[name])
-        _set_random_states(states)
+        restore()
 
     restart()
     try:
@@ -294,14 +290,6 @@ def _random_states() -> dict[str, torch.Tensor]:
         states.update({f"cuda:{number}": state
                        for number, state in enumerate(torch.cuda.get_rng_state_all())})
     return states
-
-
-def _set_random_states(states: dict[str, torch.Tensor]) -> None:
-    for device, state in states.items():
-        if device == "cpu":
-            torch.set_rng_state(state)
-        else:
-            torch.cuda.set_rng_state(state, device)
 
 
 def _relative_distance(expected: dict[str, torch.Tensor], found: dict[str, torch.Tensor]) -> float:

@@ -25,7 +25,7 @@ from torch import nn
 from planner.errors import PlanMismatch, PlannerError
 from planner.plans.file import dumps, loads
 from planner.plans.plan import Plan
-from planner.search.effort import Effort
+from planner.search.variants import Effort
 from planner.step.prepared import PreparedStep
 
 _PREFIX = "checkpoint-planner"

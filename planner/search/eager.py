@@ -11,8 +11,7 @@ from planner.errors import InfeasibleBudget
 from planner.plans.decisions import build_spec
 from planner.plans.making import TOLERATED_SHARE, assemble_plan
 from planner.plans.plan import Plan
-from planner.search.effort import Effort
-from planner.search.variants import cheapest, smallest, solve_variant
+from planner.search.variants import Effort, cheapest, smallest, solve_variant
 from planner.solvers.errors import InfeasibleBudget as Refusal
 from planner.solvers.problem import Schedule
 from planner.solvers.result import Result

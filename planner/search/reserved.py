@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 
 from planner.errors import InfeasibleBudget
 from planner.search.eager import schedule_within, smallest_result
-from planner.search.effort import Effort
+from planner.search.variants import Effort
 from planner.solvers.actions import as_order
 from planner.solvers.incumbent import PROOF_TOLERANCE
 from planner.solvers.problem import Schedule

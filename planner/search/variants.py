@@ -10,10 +10,10 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Protocol, TypeVar
 
-from planner.search.effort import Effort
+from planner.progress import Progress, active
 from planner.solvers.actions import as_order
 from planner.solvers.errors import InfeasibleBudget as Refusal
 from planner.solvers.incumbent import PROOF_TOLERANCE
@@ -22,6 +22,25 @@ from planner.solvers.problem import Schedule
 from planner.solvers.result import Result
 from planner.solvers.solve import solve
 from planner.step.variant import Variant
+
+USUAL_TIME_LIMIT = 60.0
+"""Seconds.  Above this limit, a search continues until the limit."""
+
+
+@dataclass(frozen=True, slots=True)
+class Effort:
+    """Solver and limits of a search."""
+
+    solver: str = "auto"
+    time_limit: float = USUAL_TIME_LIMIT
+    """Seconds; soft.  A search ends earlier when more of it is not worth it."""
+    is_thorough: bool = False
+    """If True, a search of a step that runs op by op continues until the time limit."""
+    work_limit: float | None = None
+    """Time limit, in nominal seconds, of a search that counts its work, so that its result does not
+    depend on the duration of capture; `None`: the time limit."""
+    progress: Progress | None = field(default_factory=active)
+
 
 _LEAST_FIRST_SHARE, _FIRST_SHARE = 0.2, 0.5
 """Fraction of the time for the base variant, if there are others: less, the nearer the budget is to
@@ -153,5 +172,3 @@ def smallest(variants: Sequence[Variant], enough_net_bytes: int = 0) -> tuple[Va
             best = peak, variant, schedule
     assert best is not None, "a step has a variant"
     return best[1:]
-
-

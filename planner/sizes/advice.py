@@ -29,8 +29,8 @@ from planner.arguments.planning import PlanArguments, Planning, check_count, tak
 from planner.errors import CaptureError, InfeasibleBudget
 from planner.plans.plan import Plan
 from planner.progress import Progress, watched
-from planner.search.effort import Effort
 from planner.search.planning import plan_within, refusal
+from planner.search.variants import Effort
 from planner.sizes.bracketing import find_largest, secant
 from planner.sizes.sized_steps import MakeLoss, SizedSteps, factory_of, model_first
 from planner.step.prepared import PreparedStep

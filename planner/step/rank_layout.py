@@ -18,11 +18,12 @@ from torch import nn
 from torch.optim import Optimizer
 
 from planner._graph_capture.data_parallel.fully_sharded import (
+    IntoBuckets,
     Precision,
+    Sharded,
     make_units,
     padded_shard_bytes,
 )
-from planner._graph_capture.data_parallel.wrappers import IntoBuckets, Sharded
 from planner._graph_capture.dynamo.blocks import (
     REPEATED_BLOCKS,
     WHOLE_MODEL,

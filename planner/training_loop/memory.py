@@ -27,8 +27,7 @@ from planner.step.planned_micro_batch import planned_micro_batch
 from planner.step.rank_layout import layout_of
 from planner.step.reserved import expandable_segments, replay_loop
 from planner.step.wrapped import beneath_wrappers
-from planner.training_loop.breakdown import breakdown_of
-from planner.training_loop.report import MemoryReport
+from planner.training_loop.report import MemoryReport, breakdown_of
 
 _ZERO_GRAD = ("after_step", "before_backward")
 _HOLD_OUTPUT = (True, False, "backward", "step", "loop")

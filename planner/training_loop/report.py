@@ -1,13 +1,168 @@
-"""The result of `planner.memory`: the memory breakdown of a training loop, as plain data."""
+"""The result of `planner.memory`: the memory of a training loop, phase by phase and by category.
+
+Reads a `planner.step.loop_trace.LoopTrace` of the plain eager step or of the step under a plan.
+"""
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from planner._graph_capture.memory.trace import Block, Category, MemoryTrace
 from planner.step.categories import MemoryByCategory
-from planner.step.loop_trace import LoopTrace, TrainingLoop
-from planner.training_loop.breakdown import LoopBreakdown, MemoryHolder, PhaseMemory, holders_at
+from planner.step.loop_trace import LoopTrace, Span, StepPhase, TrainingLoop
+
+
+@dataclass(frozen=True, slots=True)
+class PhaseMemory:
+    """The peak of one phase of an iteration."""
+
+    phase: StepPhase
+    peak_bytes: int
+    memory: MemoryByCategory
+    """At the peak; sums to `peak_bytes`."""
+    event: int
+    """Number of events before the peak."""
+    micro_batch: int
+    """Index of the traced micro-batch with the peak, from 0."""
+
+
+@dataclass(frozen=True, slots=True)
+class IterationMemory:
+    """Peaks of one iteration, phase by phase; of several micro-batches the highest."""
+
+    phases: tuple[PhaseMemory, ...]
+
+    @property
+    def fullest(self) -> PhaseMemory:
+        """The phase with the highest peak, the first if several."""
+        return max(self.phases, key=lambda phase: phase.peak_bytes)
+
+    @property
+    def peak_bytes(self) -> int:
+        """The maximum over the phases."""
+        return self.fullest.peak_bytes
+
+    def __getitem__(self, phase: StepPhase | str) -> PhaseMemory:
+        """The phase of this name; raises `KeyError`."""
+        for found in self.phases:
+            if found.phase == phase:
+                return found
+        raise KeyError(phase)
+
+
+@dataclass(frozen=True, slots=True)
+class LoopBreakdown:
+    """Memory of a whole training loop."""
+
+    loading: PhaseMemory
+    first: IterationMemory
+    """The first iteration: the optimizer has not allocated its state yet."""
+    steady: IterationMemory
+    """Any later iteration."""
+    resident: MemoryByCategory
+    """Memory allocated between steps, from the second on."""
+
+    @property
+    def fullest(self) -> PhaseMemory:
+        """The phase with the highest peak of all, the first if several."""
+        return max((self.loading, *self.first.phases, *self.steady.phases),
+                   key=lambda phase: phase.peak_bytes)
+
+    @property
+    def peak_bytes(self) -> int:
+        """The peak of the loop."""
+        return self.fullest.peak_bytes
+
+    @property
+    def resident_bytes(self) -> int:
+        """Bytes allocated between steps."""
+        return self.resident.total_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryHolder:
+    """Blocks of one kind that are alive at one event."""
+
+    size_bytes: int
+    category: str
+    module: str
+    """Qualified name; empty for none."""
+    op: str
+    """The op that allocated them; empty for blocks from before the step."""
+    count: int
+    """Number of blocks."""
+
+
+def breakdown_of(loop: LoopTrace) -> LoopBreakdown:
+    """The peaks of every phase, by category."""
+    phases = _phases(loop)
+    fullest: dict[tuple[int, StepPhase], PhaseMemory] = {}
+    for span, phase in zip(loop.spans, phases, strict=True):
+        known = fullest.get((span.iteration, span.phase))
+        if known is None or phase.peak_bytes > known.peak_bytes:
+            fullest[span.iteration, span.phase] = phase
+
+    def iteration(number: int) -> IterationMemory:
+        return IterationMemory(tuple(phase for (when, _), phase in fullest.items()
+                                     if when == number))
+
+    left = loop.trace.alive_after(loop.spans[-1].stop)
+    return LoopBreakdown(
+        loading=fullest[0, StepPhase.LOADING], first=iteration(1), steady=iteration(2),
+        resident=_by_category(loop.trace, left))
+
+
+def holders_at(trace: MemoryTrace, event: int) -> tuple[MemoryHolder, ...]:
+    """Tensors alive after `event` events, by category, module and op, largest first."""
+    sizes: Counter[tuple[str, str, str]] = Counter()
+    counts: Counter[tuple[str, str, str]] = Counter()
+    for number in trace.alive_after(event):
+        block = trace.blocks[number]
+        if block.size_bytes:
+            key = (block.category.value, _place(block), block.op)
+            sizes[key] += block.size_bytes
+            counts[key] += 1
+    found = [MemoryHolder(size, *key, counts[key]) for key, size in sizes.items()]
+    return tuple(sorted(found, key=lambda h: (-h.size_bytes, h.category, h.module, h.op)))
+
+
+def _place(block: Block) -> str:
+    """The module of a block: the one that allocated it, or the owner of a named tensor."""
+    return block.module or block.label.rpartition(".")[0]
+
+
+def _phases(loop: LoopTrace) -> list[PhaseMemory]:
+    trace = loop.trace
+    held = Counter(dict.fromkeys(Category, 0))
+    level = 0
+    found = []
+    for span in loop.spans:
+        best, where, at_best = level, span.start, dict(held)
+        for position in range(span.start, span.stop):
+            event = trace.events[position]
+            block = trace.blocks[event if event >= 0 else ~event]
+            change = block.size_bytes if event >= 0 else -block.size_bytes
+            held[block.category] += change
+            level += change
+            if level > best:
+                best, where, at_best = level, position + 1, dict(held)
+        found.append(_phase(span, best, where, at_best))
+    return found
+
+
+def _phase(span: Span, peak_bytes: int, event: int, held: dict[Category, int]) -> PhaseMemory:
+    return PhaseMemory(span.phase, peak_bytes, _memory(held), event, span.micro_batch)
+
+
+def _memory(held: dict[Category, int]) -> MemoryByCategory:
+    return MemoryByCategory(**{category.value: size for category, size in held.items()})
+
+
+def _by_category(trace: MemoryTrace, blocks: list[int]) -> MemoryByCategory:
+    return _memory(dict(trace.by_category(blocks)))
+
 
 _HOLDERS = 20
 """Number of holders at the peak that `to_dict` lists."""
@@ -65,9 +220,9 @@ class MemoryReport(LoopBreakdown):
             "hold_output": self.loop.hold_output,
             "memory": dict(self.memory),
             "resident": dict(self.resident),
-            "loading": _phase(self.loading),
-            "first_step": [_phase(phase) for phase in self.first.phases],
-            "later_steps": [_phase(phase) for phase in self.steady.phases],
+            "loading": _as_json(self.loading),
+            "first_step": [_as_json(phase) for phase in self.first.phases],
+            "later_steps": [_as_json(phase) for phase in self.steady.phases],
             "holders": [asdict(holder) for holder in self.holders[:_HOLDERS]],
             "notes": list(self.notes),
         }
@@ -79,6 +234,6 @@ class MemoryReport(LoopBreakdown):
         return plain_text(memory_report(self))
 
 
-def _phase(phase: PhaseMemory) -> dict[str, Any]:
+def _as_json(phase: PhaseMemory) -> dict[str, Any]:
     return {"phase": phase.phase.value, "peak_bytes": phase.peak_bytes,
             "memory": dict(phase.memory)}

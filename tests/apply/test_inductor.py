@@ -18,8 +18,8 @@ from planner._graph_capture.training_graph import Phase
 from planner.api import capture
 from planner.plans.file import dumps, loads
 from planner.search.compiled import smallest_plan
+from planner.search.compiled_search import saved_buffers, schedule_saving, without_free
 from planner.search.planning import plan_within
-from planner.search.saving import saved_buffers, schedule_saving, without_free
 from planner.solvers.simulator import unroll
 from tests.support import training
 from tests.support.compiler import needs_compiler

@@ -13,13 +13,13 @@ import torch
 from torch import fx
 
 from planner._apply.inductor import realize_across_library_calls
-from planner._graph_capture.inductor.fused_costs import Fusion, fusion_of
+from planner._graph_capture.inductor.within_kernels import Fusion, fusion_of
 from planner._graph_capture.joint_graph.low_peak_backward import REALIZED_COPY
 from planner._graph_capture.torch_compat.inductor import is_stored
 from planner.api import capture
 from planner.plans.file import dumps, loads
 from planner.search.compiled import smallest_plan
-from planner.search.effort import Effort
+from planner.search.variants import Effort
 from tests.support.compiler import needs_compiler
 from tests.support.models import Case, unet
 from tests.support.training import measured_peak, train

@@ -13,8 +13,7 @@ from torch import nn
 
 from planner._apply.planned_forward import apply_spec
 from planner.api import capture
-from planner.search.compiled_search import spec_for_inductor
-from planner.search.saving import saved_buffers, schedule_saving
+from planner.search.compiled_search import saved_buffers, schedule_saving, spec_for_inductor
 from tests.support.compiler import needs_compiler
 from tests.support.models import Case
 from tests.support.training import measured_peak, train

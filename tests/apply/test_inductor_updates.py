@@ -6,7 +6,7 @@ from torch import nn
 
 from planner._graph_capture.training_graph import Phase
 from planner.api import capture
-from planner.search.saving import schedule_saving
+from planner.search.compiled_search import schedule_saving
 from tests.support.compiler import needs_compiler
 from tests.support.training import plan_or_smallest
 

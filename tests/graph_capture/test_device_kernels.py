@@ -16,7 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from planner._graph_capture.capture import capture_step
-from planner._graph_capture.device_kernels import autocast
+from planner._graph_capture.device_kernels import replacement
 from planner._graph_capture.device_kernels.attention import AttentionCall, choose_attention
 from planner._graph_capture.device_kernels.replacement import DeviceKernels
 from planner._graph_capture.errors import CaptureError
@@ -47,8 +47,8 @@ def header_list(name: str) -> set[str]:
 
 
 @pytest.mark.parametrize("name, ours", [
-    ("FP32", autocast.FLOAT32 | {"rms_norm"}), ("FP32_SET_OPT_DTYPE", autocast.FLOAT32_RESULT),
-    ("PROMOTE", autocast.WIDEST)])
+    ("FP32", replacement.FLOAT32 | {"rms_norm"}),
+    ("FP32_SET_OPT_DTYPE", replacement.FLOAT32_RESULT), ("PROMOTE", replacement.WIDEST)])
 def test_autocast_lists_are_those_of_torch(name, ours):
     theirs = header_list(name)
     assert len(theirs) > 8
@@ -57,9 +57,9 @@ def test_autocast_lists_are_those_of_torch(name, ours):
 
 def test_ops_that_autocast_lowers_have_a_kernel_of_the_cpu_or_one_of_ours():
     lower = header_list("LOWER_PRECISION_FP")
-    assert lower >= autocast.LOWER
-    missing = {name for name in lower - autocast.LOWER
-               if (op := autocast._op(name)) is not None and not has_kernel(op, "AutocastCPU")}
+    assert lower >= replacement.LOWER
+    missing = {name for name in lower - replacement.LOWER
+               if (op := replacement._op(name)) is not None and not has_kernel(op, "AutocastCPU")}
     assert missing <= {"_scaled_dot_product_flash_attention", "convolution", "_convolution"}
 
 
@@ -349,9 +349,9 @@ def test_the_workspace_of_cublas_is_held_until_torch_2_15(monkeypatch):
     assert found == {"A100": [8, 8], "RTX 4090": [8, 8], "H100": [32, 32], "B200": [8, 32],
                      "RTX 5090": [8, 32]}
     h100 = known_gpu("H100")
-    monkeypatch.setattr(cuda_workspace, "_TORCH", (2, 12))
+    monkeypatch.setattr(cuda_workspace, "INSTALLED", (2, 12))
     assert held_workspace_bytes(h100) == 32 << 20 and product_workspace_bytes("mm", h100) == 0
-    monkeypatch.setattr(cuda_workspace, "_TORCH", (2, 15))
+    monkeypatch.setattr(cuda_workspace, "INSTALLED", (2, 15))
     assert held_workspace_bytes(h100) == 0 and product_workspace_bytes("mm", h100) == 32 << 20
     assert product_workspace_bytes("addmm", h100) == 1 << 20
     monkeypatch.setenv("TORCH_CUBLAS_WORKSPACE_CACHE", "1")

@@ -18,8 +18,8 @@ from planner._graph_capture.fake_copies.fake import make_fake_copy
 from planner._graph_capture.memory.allocator import AllocationRecord, record_peak
 from planner._graph_capture.op_costs.probe import OpProbe
 from planner._graph_capture.plain_step import micro_batch
-from planner._graph_capture.plain_step.eager_step import EagerStep, trace_eager_step
 from planner._graph_capture.plain_step.loss import objective
+from planner._graph_capture.plain_step.micro_batch import EagerStep, trace_eager_step
 from tests.support import models
 from tests.support.models import BUILDERS, Case
 

@@ -15,9 +15,8 @@ from tests.support.models import Case
 from tests.support.training import train
 
 ROOT = Path(__file__).parents[2]
-STEPS = {"clean_joint_graph", "lower_backward_peak", "hoist_updates", "recompute_dropout",
-         "saved_by_default", "ops_to_hoist", "hoist", "lower"}
-HOMES = {"joint", "low_peak_backward", "hoisting", "recomputed_dropout", "lower"}
+STEPS = {"clean_joint_graph", "lower_backward_peak", "lower"}
+HOMES = {"joint", "low_peak_backward", "lower"}
 
 
 def test_the_steps_of_the_rewriting_are_imported_by_the_pipeline_alone():

@@ -27,7 +27,7 @@ class Recurrent(nn.Module):
 
 
 @pytest.mark.parametrize(("kind", "options"), [
-    ("GRU", {"bidirectional": True}),
+    pytest.param("GRU", {"bidirectional": True}, marks=pytest.mark.slow),
     ("RNN", {"batch_first": True, "bias": False, "nonlinearity": "relu"}),
     ("LSTM", {"batch_first": True, "bidirectional": True}),
 ])

@@ -8,8 +8,7 @@ import math
 import pytest
 from hypothesis import given, settings
 
-from planner._graph_capture.specification import MalformedGraph, check
-from planner._graph_capture.training_graph import BufferKind, Phase
+from planner._graph_capture.training_graph import BufferKind, MalformedGraph, Phase, check
 from tests.support.graphs import chain, steps
 
 GRAPH = chain(4)

@@ -17,7 +17,7 @@ from planner._graph_capture.memory.allocator import record_peak
 from planner._graph_capture.memory.sparse import strided_tensors
 from planner._graph_capture.op_costs.isolated import is_trusted
 from planner._graph_capture.optimizer.step import trace_optimizer_steps
-from planner._graph_capture.plain_step.resident import resident_blocks
+from planner._graph_capture.plain_step.micro_batch import resident_blocks
 from planner.errors import CaptureError
 
 aten = torch.ops.aten

@@ -8,7 +8,7 @@ from torch import nn
 from planner._graph_capture.training_graph import Phase
 from planner.api import capture
 from planner.search.compiled_search import CompiledSearch
-from planner.search.effort import Effort
+from planner.search.variants import Effort
 from tests.support.compiler import needs_compiler
 from tests.support.models import unet
 

@@ -8,7 +8,12 @@ import torch
 
 from planner._graph_capture.training_graph import Phase, SavingCosts
 from planner.api import capture
-from planner.search.saving import saved_buffers, saving_seconds, schedule_saving, without_cheap
+from planner.search.compiled_search import (
+    saved_buffers,
+    saving_seconds,
+    schedule_saving,
+    without_cheap,
+)
 from tests.support.compiler import needs_compiler
 from tests.support.inductor import batch, loss_of, make_model
 

@@ -13,10 +13,16 @@ from planner._graph_capture.torch_compat import inductor
 from planner._graph_capture.training_graph import Phase
 from planner.api import capture
 from planner.search.compiled import CUT_OFF
-from planner.search.compiled_search import CompiledSearch, spec_for_inductor
-from planner.search.effort import Effort
+from planner.search.compiled_search import (
+    CompiledSearch,
+    least_cost,
+    saved_buffers,
+    saving_seconds,
+    schedule_saving,
+    spec_for_inductor,
+)
 from planner.search.planning import plan_within
-from planner.search.saving import least_cost, saved_buffers, saving_seconds, schedule_saving
+from planner.search.variants import Effort
 from tests.support.compiler import needs_compiler
 from tests.support.inductor import EFFORT, batch, budget_at, loss_of, make_model
 from tests.support.models import llama

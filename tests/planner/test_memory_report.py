@@ -11,7 +11,7 @@ import torch
 
 import planner
 from planner.step.categories import CATEGORIES
-from planner.training_loop.breakdown import breakdown_of
+from planner.training_loop.report import breakdown_of
 from tests.support.loops import (
     IDS,
     Network,

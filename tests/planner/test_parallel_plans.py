@@ -25,7 +25,12 @@ RANKS = {
 
 @pytest.fixture(scope="module")
 def case():
-    return gpt2(layers=3, batch=4, seq=32, width=32)
+    return gpt2(layers=2, batch=4, seq=32, width=32)
+
+
+@pytest.fixture(scope="module")
+def of_fsdp2(case):
+    return plan_of(case, RANKS["fsdp2"])
 
 
 def plan_of(case, parallel, budget="80%", **arguments):
@@ -41,7 +46,7 @@ def test_three_accounts_of_a_rank_agree(case, kind):
     plan = plan_of(case, parallel)
     assert plan.peak_bytes <= plan.budget_bytes < plan.baseline_peak_bytes
     assert sum(plan.memory.values()) == plan.peak_bytes
-    assert plan.spec.blocks == ("transformer.h.0", "transformer.h.1", "transformer.h.2")
+    assert plan.spec.blocks == ("transformer.h.0", "transformer.h.1")
     plain = planner.data_parallel(case.model, case.inputs, parallel=parallel, optimizer="adamw")
     loop = planner.memory(case.model, case.inputs, parallel=parallel, optimizer="adamw")
     assert plan.baseline_peak_bytes == plain.peak_bytes == loop.steady.peak_bytes
@@ -70,7 +75,7 @@ def test_what_kernels_of_an_optimizer_allocate_counts_on_ranks():
 def test_what_a_rank_holds_falls_with_the_ranks(case):
     peaks = [capture(case.model, case.inputs, optimizer="adamw",
                      parallel=planner.DataParallel("fsdp2", ranks)).resident_bytes
-             for ranks in (1, 2, 4, 8)]
+             for ranks in (1, 2, 8)]
     assert peaks == sorted(peaks, reverse=True) and peaks[0] > 3 * peaks[-1]
 
 
@@ -105,18 +110,16 @@ def test_nothing_of_a_captured_step_stays(case):
     assert not [found for found in gc.get_objects() if isinstance(found, FullySharded)]
 
 
-def test_the_file_says_of_which_run_the_plan_is(case, tmp_path):
-    parallel = planner.DataParallel("fsdp2", 2, units=("transformer.h.*",))
-    plan = plan_of(case, parallel)
-    plan.save(tmp_path / "rank.json")
-    assert planner.load(tmp_path / "rank.json") == plan and plan.parallel == parallel
-    assert "one of 2 ranks under fsdp2" in str(plan)
+def test_the_file_says_of_which_run_the_plan_is(of_fsdp2, tmp_path):
+    of_fsdp2.save(tmp_path / "rank.json")
+    assert planner.load(tmp_path / "rank.json") == of_fsdp2
+    assert of_fsdp2.parallel == RANKS["fsdp2"] and "one of 2 ranks under fsdp2" in str(of_fsdp2)
 
 
-def test_gradients_are_those_of_the_model(case):
+def test_gradients_are_those_of_the_model(case, of_fsdp2):
     """On one device: nothing of the wrapper is in the graphs."""
-    plan = plan_of(case, RANKS["fsdp2"], "75%")
-    applied = plan.apply(case.model)
+    assert of_fsdp2.recompute_flops
+    applied = of_fsdp2.apply(case.model)
     torch.manual_seed(0)
     applied(**case.inputs).loss.backward()
     found = {name: p.grad for name, p in case.model.named_parameters()}
@@ -128,6 +131,7 @@ def test_gradients_are_those_of_the_model(case):
     case.model.zero_grad()
 
 
+@pytest.mark.slow
 def test_an_impossible_budget_names_one_that_works(case):
     with pytest.raises(planner.InfeasibleBudget) as caught:
         plan_of(case, RANKS["fsdp2"], 1000)
@@ -177,12 +181,12 @@ def test_settings_that_do_not_belong_together(settings, message):
         planner.DataParallel(**{"kind": "fsdp2", "ranks": 2, **settings})
 
 
-def test_arguments_that_do_not_belong_together(case):
+def test_arguments_that_do_not_belong_together(case, of_fsdp2):
     with pytest.raises(TypeError, match=r"planner\.DataParallel"):
         plan_of(case, "fsdp2")
-    plan = plan_of(case, RANKS["ddp"], backend="inductor")
     with pytest.raises(ValueError, match="follows plans that run op by op"):
-        planner.data_parallel(case.model, case.inputs, parallel=RANKS["ddp"], plan=plan)
+        planner.data_parallel(case.model, case.inputs, parallel=RANKS["fsdp2"],
+                              plan=replace(of_fsdp2, backend="inductor"))
     with pytest.raises(ValueError, match="accumulation=2"):
         planner.memory(case.model, case.inputs, parallel=RANKS["fsdp2"], accumulation=2)
 
@@ -196,9 +200,9 @@ def test_gradients_that_wait_for_the_last_micro_step(case, is_reduced):
     assert step.budget.resident["gradients"] == (shards if is_reduced else whole) and shards < whole
 
 
-def test_a_plan_of_a_rank_is_not_verified_on_one_device(case):
+def test_a_plan_of_a_rank_is_not_verified_on_one_device(case, of_fsdp2):
     with pytest.raises(ValueError, match="one of 2 ranks under fsdp2, and this model is on"):
-        planner.verify(case.model, plan_of(case, RANKS["fsdp2"]), case.inputs)
+        planner.verify(case.model, of_fsdp2, case.inputs)
 
 
 def test_from_the_command_line(tmp_path):
@@ -214,12 +218,11 @@ def test_from_the_command_line(tmp_path):
     assert "known: ddp" in wrong.stderr
 
 
-def test_a_wrapped_model_is_refused_with_the_way_out(case):
+def test_a_wrapped_model_is_refused_with_the_way_out(case, of_fsdp2):
     class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         def __init__(self, module):  # without a process group
             nn.Module.__init__(self)
             self.module = module
 
-    plan = plan_of(case, RANKS["ddp"])
     with pytest.raises(planner.PlanMismatch, match=r"planner\.within\(model, plan=plan\)"):
-        plan.apply(DistributedDataParallel(case.model))
+        of_fsdp2.apply(DistributedDataParallel(case.model))

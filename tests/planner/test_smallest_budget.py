@@ -12,8 +12,8 @@ from torch import nn
 
 import planner
 from planner.api import capture
-from planner.search.effort import Effort
 from planner.search.planning import plan_within
+from planner.search.variants import Effort
 from planner.step.prepared import PreparedStep
 from tests.support import models
 

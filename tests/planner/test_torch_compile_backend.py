@@ -97,7 +97,8 @@ def test_an_infeasible_budget_tells_the_minimum():
     step(compiled(model, budget=minimum), batch())
 
 
-@pytest.mark.parametrize("dynamic", [None, True, False])
+@pytest.mark.parametrize("dynamic", [
+    pytest.param(None, marks=pytest.mark.slow), True, pytest.param(False, marks=pytest.mark.slow)])
 def test_smaller_shapes_run_the_plan_of_larger_ones(caplog, dynamic):
     model = WithLoss(make_model(dropout=0.0))
     planned = compiled(model, budget_gb=1, dynamic=dynamic)

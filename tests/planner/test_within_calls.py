@@ -83,7 +83,7 @@ def in_order(zero_grad: str) -> Loop:
     return loop
 
 
-@pytest.mark.parametrize("budget", ["70%", 2_700_000])
+@pytest.mark.parametrize("budget", ["70%", pytest.param(2_700_000, marks=pytest.mark.slow)])
 def test_calls_that_hold_memory_at_once_share_the_budget(budget):
     losses, peaks = run(layers(), pairs)
     net = planner.within(layers(), budget, time_limit=1)
@@ -187,7 +187,8 @@ def test_models_of_one_step_share_its_budget():
     assert max(measured[2:]) <= budget < max(peaks)
 
 
-@pytest.mark.parametrize(("width", "budget"), [(64, "65%"), (256, "75%")])
+@pytest.mark.parametrize(("width", "budget"), [
+    pytest.param(64, "65%", marks=pytest.mark.slow), (256, "75%")])
 def test_a_model_leaves_room_to_another_that_is_called_before_its_backward(width, budget):
     def loop(net: nn.Module) -> Callable[[], torch.Tensor]:
         maker, judge = net
@@ -269,7 +270,7 @@ def test_training_by_another_method_is_said_at_once():
     assert status.last_reason in str(status)
 
 
-@pytest.mark.parametrize("as_before", [0, 2])
+@pytest.mark.parametrize("as_before", [pytest.param(0, marks=pytest.mark.slow), 2])
 def test_a_forward_that_replaces_the_planned_one_is_planned(as_before):
     """A trainer that adds a loss head of its own to the model it is given."""
 

@@ -34,7 +34,9 @@ LOSSES = {
 }
 
 
-@pytest.mark.parametrize("loss_of", LOSSES.values(), ids=LOSSES.keys())
+@pytest.mark.parametrize("loss_of", [
+    pytest.param(loss_of, id=name, marks=[pytest.mark.slow] * (name == "its own"))
+    for name, loss_of in LOSSES.items()])
 def test_the_loss_of_the_model_or_of_what_is_beside_it(loss_of):
     def train(loop: MeasuredLoop, budget: int | None) -> None:
         net = loop.model if budget is None else planner.within(loop.model, budget, time_limit=1)

@@ -24,8 +24,7 @@ from planner.solvers import (
     solve,
     unroll,
 )
-from planner.solvers.offload import relaxed
-from planner.solvers.placement import with_transfers
+from planner.solvers.offload import relaxed, with_transfers
 from tests.support.offloading import random_transfers
 from tests.support.oracle_small import cheapest
 from tests.support.oracles import evaluate, training_chain

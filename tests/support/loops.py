@@ -16,7 +16,7 @@ import planner
 from planner._graph_capture.memory.allocator import record_stages
 from planner._graph_capture.plain_step.loss import objective
 from planner.step.loop_trace import StepPhase
-from planner.training_loop.breakdown import LoopBreakdown
+from planner.training_loop.report import LoopBreakdown
 
 STEPS = 3
 MEASURED_PHASES = (StepPhase.FORWARD, StepPhase.LOSS, StepPhase.BACKWARD,

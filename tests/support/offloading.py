@@ -7,7 +7,7 @@ import random
 
 from planner.solvers import Fetch, Link, Problem, Release, Schedule, Store
 from planner.solvers.actions import as_order
-from planner.solvers.placement import longest_gaps
+from planner.solvers.offload import longest_gaps
 from planner.solvers.simulator import unroll
 from planner.step.prepared import PreparedStep
 

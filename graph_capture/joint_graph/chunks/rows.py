@@ -339,7 +339,7 @@ def _bmm(node: fx.Node, known: Known) -> Action | None:
 
 
 def _nll_loss(node: fx.Node, known: Known) -> Action | None:
-    """The loss of a matrix of log-probabilities: summed, not averaged (see `sums`)."""
+    """The loss of a matrix of log-probabilities: summed, not averaged (see `chunked`)."""
     backward = node.target is _aten.nll_loss_backward.default
     gradient, (scores, target, weight, reduction) = (
         (node.args[0], node.args[1:5]) if backward else (None, node.args[:4]))

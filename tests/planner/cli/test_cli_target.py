@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from planner.cli.failures import TargetError, UsageError
 from planner.cli.options import parse_inputs
+from planner.cli.output import TargetError, UsageError
 from planner.cli.target import (
     OF_CLASSES,
     OF_VALUES,
