@@ -94,7 +94,7 @@ class InductorBackend(PlanBackend):
                 return run
             cotangents = found.region.cotangents
             planned = inputs[len(inputs) - len(cotangents):]
-            return checked_backward(run, planned, cotangents)
+            return checked_backward(run, planned, cotangents, self._note_unplanned)
 
         passes: list[SchedulerPass] = [KernelOrder(self._spec.kernel_order)]
         settings: dict[str, Any] = {}

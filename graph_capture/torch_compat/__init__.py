@@ -50,6 +50,9 @@ from planner._graph_capture.torch_compat.compilation import (
     wrapping_data_parallel as wrapping_data_parallel,
 )
 from planner._graph_capture.torch_compat.double_backward import (
+    ForwardState as ForwardState,
+)
+from planner._graph_capture.torch_compat.double_backward import (
     differentiate_again as differentiate_again,
 )
 from planner._graph_capture.torch_compat.foreign_calls import has_global_hooks as has_global_hooks

@@ -123,6 +123,8 @@ class PlanningForward(ObservingForward):
         self.running: PlannedGraph | None = None
         """The graph of the last step."""
         self._served: dict[Call, PlannedGraph] = {}
+        self._has_other_loss = False
+        """True if the loop has differentiated outputs beside the model's own loss."""
         self._symbolic = SymbolicGraphs(self.__self__, self.inner)
         self._begin_observing()
 
@@ -218,6 +220,12 @@ class PlanningForward(ObservingForward):
         for graph in sorted(self.graphs, key=lambda graph: graph is not known):
             if not graph.may_serve(call):
                 continue
+            if graph.code.met_unplanned_gradient and not self._has_other_loss:
+                log.info("%s: gradients flow into more of its outputs than its loss; its steps are "
+                         "planned with them from now on", self._name)
+                self._has_other_loss = True
+                self.graphs.clear()
+                break
             refusal = "" if graph.planner else other_ranks(graph.plan.parallel, self.__self__)
             if refusal:
                 continue
@@ -358,7 +366,8 @@ class PlanningForward(ObservingForward):
         with self._planning() as watch:
             planner = GraphPlanner(module, args, kwargs, settings.planning, settings.limit,
                                    settings.batches_ahead, partial(alive, self._optimizers),
-                                   early=dict(self._early), is_whole=any(
+                                   early=dict(self._early),
+                                   has_other_loss=self._has_other_loss, is_whole=any(
                                        graph.planner is not None and graph.planner.is_whole
                                        for graph in self.graphs))
             graph = PlannedGraph(call, planner)

@@ -225,3 +225,38 @@ def test_what_a_region_returns_may_be_changed_behind_it():
         each(x, where).backward()
     for mine, theirs in zip(net.parameters(), plain.parameters(), strict=True):
         assert torch.equal(mine.grad, theirs.grad)
+
+
+class Labelled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.drop, self.head = layers(3), nn.Dropout(0.2), nn.Linear(32, 64)
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        hidden = self.drop(self.body(x))
+        logits = self.head(hidden)
+        return {"loss": F.cross_entropy(logits, labels), "logits": logits, "hidden": hidden}
+
+
+def test_a_loss_of_more_than_the_loss_that_the_model_returns():
+    """As in distillation."""
+    plain = Labelled()
+    net = planner.within(copy.deepcopy(plain), "80%", time_limit=1)
+    peaks = []
+    for step in range(5):
+        torch.manual_seed(step)
+        x, labels = torch.randn(128, 32), torch.randint(64, (128,))
+        for each in (plain, net):
+            each.zero_grad()
+            torch.manual_seed(step)
+            output = each(x, labels)
+            loss = output["loss"] + output["logits"].square().mean() + output["hidden"].abs().mean()
+            del output
+            if each is net:
+                peaks.append(planner.plan_of(net).peak_bytes)
+            loss.backward()
+        for mine, theirs in zip(net.parameters(), plain.parameters(), strict=True):
+            assert torch.equal(mine.grad, theirs.grad)
+    status = planner.status(net)
+    assert status.planned_steps == 5 and peaks[-1] <= status.budget_bytes
+    assert peaks[-1] == peaks[-2] > peaks[0]
