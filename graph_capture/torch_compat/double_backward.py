@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -54,7 +55,7 @@ def differentiate_again(outputs: Sequence[Any], inputs: Sequence[Any], run: Call
     are replaced in the same way; the error is raised where the inputs are gone.
     """
     # Hooks must not keep alive what the plan lets go of.
-    given = [weakref.ref(each) if isinstance(each, torch.Tensor) else each for each in inputs]
+    given = [_while_alive(each) if isinstance(each, torch.Tensor) else each for each in inputs]
     for region in dict.fromkeys(region_nodes(outputs)):
         places, weak = _places(region, outputs), weakref.proxy(region)
 
@@ -90,6 +91,29 @@ def differentiate_again(outputs: Sequence[Any], inputs: Sequence[Any], run: Call
         region.register_prehook(begun)
 
 
+def _while_alive(tensor: torch.Tensor) -> _Alive:
+    """Gives the tensor, or one like it, while its memory is there."""
+    found = weakref.ref(tensor)
+    if type(tensor) is not torch.Tensor or tensor.requires_grad:
+        return _Alive(found)
+    # The caller's may be another object: that of an argument that is given twice is.
+    memory = weakref.ref(tensor.untyped_storage())
+    layout = tensor.storage_offset(), tensor.shape, tensor.stride()
+    dtype, device = tensor.dtype, tensor.device
+
+    def alike() -> torch.Tensor | None:
+        storage = memory()
+        return found() if storage is None else torch.empty(0, dtype=dtype, device=device).set_(
+            storage, *layout)
+
+    return _Alive(alike)
+
+
+@dataclass(frozen=True, slots=True)
+class _Alive:
+    get: Callable[[], torch.Tensor | None]
+
+
 def _places(node: Any, outputs: Sequence[Any]) -> list[tuple[int, bool, int]]:
     """Of the outputs that come from the node: their place, whether they are views of what comes
     from it, and the number that this has among the node's outputs."""
@@ -107,7 +131,7 @@ def _gradients(run: Callable[..., Any], given: Sequence[Any],
                places: Sequence[tuple[int, bool, int]], cotangents: _Gradients,
                state: ForwardState | None, *, create_graph: bool) -> dict[Any, torch.Tensor]:
     """The gradients of `run` by the edge where they go; none if they cannot be computed."""
-    inputs = [each() if isinstance(each, weakref.ref) else each for each in given]
+    inputs = [each.get() if isinstance(each, _Alive) else each for each in given]
     numbers = {number for number, each in enumerate(cotangents) if each is not None}
     wanted = [each for each in inputs if isinstance(each, torch.Tensor) and each.requires_grad]
     if any(each is None for each in inputs) or not numbers <= {number for _, _, number in places}:

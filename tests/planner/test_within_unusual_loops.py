@@ -230,10 +230,11 @@ def test_what_a_region_returns_may_be_changed_behind_it():
 class Labelled(nn.Module):
     def __init__(self) -> None:
         super().__init__()
+        self.embed = nn.Embedding(64, 32)
         self.body, self.drop, self.head = layers(3), nn.Dropout(0.2), nn.Linear(32, 64)
 
-    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
-        hidden = self.drop(self.body(x))
+    def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        hidden = self.drop(self.body(self.embed(ids)))
         logits = self.head(hidden)
         return {"loss": F.cross_entropy(logits, labels), "logits": logits, "hidden": hidden}
 
@@ -245,11 +246,11 @@ def test_a_loss_of_more_than_the_loss_that_the_model_returns():
     peaks = []
     for step in range(5):
         torch.manual_seed(step)
-        x, labels = torch.randn(128, 32), torch.randint(64, (128,))
+        ids = torch.randint(64, (128,))
         for each in (plain, net):
             each.zero_grad()
             torch.manual_seed(step)
-            output = each(x, labels)
+            output = each(ids, ids)
             loss = output["loss"] + output["logits"].square().mean() + output["hidden"].abs().mean()
             del output
             if each is net:
