@@ -216,16 +216,17 @@ class PlanningForward(ObservingForward):
                 symbolic, call, named, present, args, kwargs)):
             return found
         refusal = ""
+        if not self._has_other_loss and any(
+                graph.code.met_unplanned_gradient for graph in self.graphs):
+            log.warning("%s: the loop differentiates more of its outputs than its loss: the step "
+                        "before was computed as it is written, and nothing kept it within the "
+                        "budget; steps are planned with these outputs from now on", self._name)
+            self._has_other_loss = True
+            self.graphs.clear()
         known = self._served.get(call)
         for graph in sorted(self.graphs, key=lambda graph: graph is not known):
             if not graph.may_serve(call):
                 continue
-            if graph.code.met_unplanned_gradient and not self._has_other_loss:
-                log.info("%s: gradients flow into more of its outputs than its loss; its steps are "
-                         "planned with them from now on", self._name)
-                self._has_other_loss = True
-                self.graphs.clear()
-                break
             refusal = "" if graph.planner else other_ranks(graph.plan.parallel, self.__self__)
             if refusal:
                 continue

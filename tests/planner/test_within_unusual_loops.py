@@ -239,7 +239,7 @@ class Labelled(nn.Module):
         return {"loss": F.cross_entropy(logits, labels), "logits": logits, "hidden": hidden}
 
 
-def test_a_loss_of_more_than_the_loss_that_the_model_returns():
+def test_a_loss_of_more_than_the_loss_that_the_model_returns(caplog):
     """As in distillation."""
     plain = Labelled()
     net = planner.within(copy.deepcopy(plain), "80%", time_limit=1)
@@ -261,3 +261,5 @@ def test_a_loss_of_more_than_the_loss_that_the_model_returns():
     status = planner.status(net)
     assert status.planned_steps == 5 and peaks[-1] <= status.budget_bytes
     assert peaks[-1] == peaks[-2] > peaks[0]
+    warning, = (each for each in caplog.records if each.levelname == "WARNING")
+    assert "differentiates more of its outputs than its loss" in warning.getMessage()
