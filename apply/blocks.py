@@ -110,6 +110,11 @@ class PlannedBlocks:
                 code.compare_with(found[name])
 
     @property
+    def met_unplanned_gradient(self) -> bool:
+        """True if a gradient came through an output that the plan took for one without."""
+        return any(code.met_unplanned_gradient for code in self._codes.values())
+
+    @property
     def compilations(self) -> int:
         """Number of graphs compiled so far."""
         return sum(code.compilations for code in self._codes.values())

@@ -90,7 +90,7 @@ class InductorBackend(PlanBackend):
                 return run
             cotangents = found.region.cotangents
             planned = inputs[len(inputs) - len(cotangents):]
-            return checked_backward(run, planned, cotangents)
+            return checked_backward(run, planned, cotangents, self._note_unplanned)
 
         settings: dict[str, Any] = {KERNEL_ORDER: KernelOrder(self._spec.kernel_order)}
         if self._spec.low_memory_codegen:

@@ -38,6 +38,7 @@ from planner._graph_capture.joint_graph.pipeline import (
 from planner._graph_capture.joint_graph.replay import is_random
 from planner._graph_capture.torch_compat import (
     Branch,
+    ForwardState,
     OpOverload,
     PartitionFunction,
     aot_backend,
@@ -79,13 +80,13 @@ class _Scheduled:
     """Outputs that are taken to be let go before the backward."""
 
     @classmethod
-    def of(cls, spec: RewriteSpec, match: Match, place: int) -> _Scheduled:
+    def of(cls, spec: RewriteSpec, match: Match, place: int, unplanned: Unplanned) -> _Scheduled:
         region = match.region
         graphs = rewrite(match.lowered, region.insertions, region.inplace_reuses, region.released)
         cotangents = [node.meta["val"] for node in match.lowered.joint.cotangents]
         scheduled = ScheduledGraphs.of(graphs, match.lowered)
         return cls(place, scheduled,
-                   checked_backward(scheduled.backward, cotangents, region.cotangents),
+                   checked_backward(scheduled.backward, cotangents, region.cotangents, unplanned),
                    places_to_watch(outputs_let_go(spec, match.index, match.lowered),
                                    match.lowered, graphs))
 
@@ -143,6 +144,9 @@ class PlanBackend(OutputWatcher):
         cannot start over."""
         self.is_trial = False
         """True if a graph that is not the plan's ends the call although others have run."""
+        self.met_unplanned_gradient = False
+        """True if a gradient came through an output that the plan took for one without."""
+        self._unplanned: PlanMismatch | None = None
         self._leaves_no_trace = False  # the graph without gradients that was compiled last
         self.planned_runs = 0
         """Number of regions of the plan that have run in this call."""
@@ -186,7 +190,7 @@ class PlanBackend(OutputWatcher):
         place = next((each.place for each in traced.schedules.values()), len(self._traced))
         match = self._matching_region(traced.joint, traced.num_outputs, traced.given[block],
                                       regions, place, traced.lowered)
-        return _Scheduled.of(self._spec, match, regions.index(match.index))
+        return _Scheduled.of(self._spec, match, regions.index(match.index), self._note_unplanned)
 
     def _regions_of(self, block: str) -> tuple[int, ...]:
         return tuple(index for index in self._regions if self._spec.regions[index].block == block)
@@ -362,10 +366,14 @@ class PlanBackend(OutputWatcher):
                         "inputs, or use planner.within(model, ...), which does")
             self.has_run = True
             self.has_begun |= not leaves_no_trace
+            # Such gradients are computed again of the graph as it is written.
+            state = ForwardState(args) if self.fallback is not None and any(
+                False in self._spec.regions[index].cotangents for index in self._regions) else None
             outputs = compiled(*args)
             pass_absent_gradients(outputs)
             differentiate_again(outputs, args, module, self.tell_of_double_backward,
-                                refuse_double_backward)
+                                refuse_double_backward, state=state,
+                                unplanned=self._take_unplanned)
             return outputs
 
         return call
@@ -387,9 +395,19 @@ class PlanBackend(OutputWatcher):
             count = len(cotangents)
             planned = [node.meta["val"] for node in graph.graph.find_nodes(op="placeholder")
                        ][-count:] if count else []
-            return checked_backward(boxed_callable(graph), planned, cotangents)
+            return checked_backward(boxed_callable(graph), planned, cotangents,
+                                    self._note_unplanned)
 
         return aot_backend(partition, forward, backward)(module, list(inputs))
+
+    def _note_unplanned(self, mismatch: PlanMismatch) -> None:
+        if self.fallback is None:
+            raise mismatch
+        self._unplanned, self.met_unplanned_gradient = mismatch, True
+
+    def _take_unplanned(self) -> PlanMismatch | None:
+        found, self._unplanned = self._unplanned, None
+        return found
 
     def _prepared(self, match: Match, graphs: RewrittenRegion, num_outputs: int
                   ) -> RewrittenRegion:
@@ -503,22 +521,32 @@ class Layout(Protocol):
     def device(self) -> torch.device: ...
 
 
+Unplanned = Callable[[PlanMismatch], None]
+"""Raises the error, or notes it: the gradients will be replaced."""
+
+
+def _refuse(mismatch: PlanMismatch) -> None:
+    raise mismatch
+
+
 def checked_backward(
     run: Callable[[list[Any]], Any], planned: Sequence[Layout], cotangents: Sequence[bool],
+    unplanned: Unplanned = _refuse,
 ) -> Callable[[list[Any]], Any]:
     """Return the backward `run` with a check of its last arguments, the cotangents.  Missing
-    gradients that the plan relies on become zeros like `planned`; a gradient through an output that
-    the plan assumed to have none is refused."""
+    gradients that the plan relies on become zeros like `planned`; `unplanned` is called for a
+    gradient through an output that the plan assumed to have none."""
 
     def call(args: list[Any]) -> Any:
         first = len(args) - len(cotangents)
         for index, expected in enumerate(cotangents):
             is_given = args[first + index] is not None
             if is_given and not expected:
-                raise PlanMismatch(
+                unplanned(PlanMismatch(
                     f"a gradient flows into differentiable output {index} of the model, which "
                     "the plan took for one without; make the plan with the loss_fn that is "
-                    "trained with")
+                    "trained with"))
+                args[first + index] = None
             if expected and not is_given:
                 like = planned[index]
                 args[first + index] = torch.zeros(

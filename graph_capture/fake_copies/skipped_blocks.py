@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from planner._graph_capture.errors import DataDependentValue
 from planner._graph_capture.torch_compat import pytree
 
 if TYPE_CHECKING:
@@ -36,6 +37,8 @@ def skipped_blocks(fake_copy: FakeCopy, blocks: Sequence[str]) -> SkippedBlocks:
     try:
         with fake_copy.as_on_device(), fake_copy.forward_context(), torch.no_grad(), fake_copy.mode:
             fake_copy.call()
+    except DataDependentValue:
+        return ()  # the code asks for more where it is not traced
     finally:
         for hook in hooks:
             hook.remove()

@@ -130,11 +130,15 @@ def overwrite(
     Some kernels lay out their results differently from their traced fake copies (BatchNorm of a
     transposed input does); a result written over such an operand would not have the strides that
     later views expect.
+
+    An operand may be a view; the result, a new tensor to autograd, is none: where the model returns
+    it, the caller may change it.
     """
     tensors = [arg for arg in args if isinstance(arg, torch.Tensor)]
-    if all(map(_has_strides, tensors, strides)):
-        return variant(*args, **settings)
-    return target(*args, **kwargs)
+    if not all(map(_has_strides, tensors, strides)):
+        return target(*args, **kwargs)
+    result: torch.Tensor = variant(*args, **settings)
+    return _aten._unsafe_view(result, result.shape) if result._is_view() else result
 
 
 def _has_strides(tensor: torch.Tensor, strides: tuple[int, ...]) -> bool:

@@ -1,9 +1,12 @@
-"""Gradients of gradients through a compiled region, which torch refuses."""
+"""Gradients that a compiled region does not compute: gradients of gradients, which torch refuses,
+and those through an output that was taken for one without."""
 
 from __future__ import annotations
 
+import contextlib
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,30 +17,66 @@ from planner._graph_capture.torch_compat.compilation import region_nodes
 _Gradients = Sequence[torch.Tensor | None]
 
 
+class ForwardState:
+    """What the results of code depend on beside its inputs: random state, and autocast."""
+
+    def __init__(self, inputs: Iterable[Any]) -> None:
+        self._cpu = torch.get_rng_state().numpy().copy()
+        gpus = {each.device for each in inputs if isinstance(each, torch.Tensor) and each.is_cuda}
+        self._gpus = [(device, torch.cuda.get_rng_state(device)) for device in gpus]
+        self._autocast = [(device, torch.get_autocast_dtype(device)) for device in ("cpu", "cuda")
+                          if torch.is_autocast_enabled(device)]
+
+    @contextlib.contextmanager
+    def again(self) -> Iterator[None]:
+        """Inside, all of that is as it was."""
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(torch.random.fork_rng([device for device, _ in self._gpus]))
+            torch.set_rng_state(torch.from_numpy(self._cpu))
+            for device, state in self._gpus:
+                torch.cuda.set_rng_state(state, device)
+            for kind, dtype in self._autocast:
+                stack.enter_context(torch.autocast(kind, dtype))
+            yield
+
+
 def differentiate_again(outputs: Sequence[Any], inputs: Sequence[Any], run: Callable[..., Any],
-                        tell: Callable[[], object], refuse: Callable[[], object]) -> None:
+                        tell: Callable[[], object], refuse: Callable[[], object], *,
+                        state: ForwardState | None = None,
+                        unplanned: Callable[[], Exception | None] = lambda: None) -> None:
     """Allow gradients through the compiled region behind `outputs` to be differentiated again.
 
     In a backward that records a graph (`create_graph=True`), `tell` is called, and the region's
     gradients are computed by `run`, the region as it is written, of the same `inputs`.  Where these
     are gone, or the gradients differ (by random numbers, or buffers that were updated), `refuse` is
     called once they are differentiated.
+
+    `state`, `unplanned`: where the first is given, gradients for which the second returns an error
+    are replaced in the same way; the error is raised where the inputs are gone.
     """
     # Hooks must not keep alive what the plan lets go of.
-    given = [weakref.ref(each) if isinstance(each, torch.Tensor) else each for each in inputs]
+    given = [_while_alive(each) if isinstance(each, torch.Tensor) else each for each in inputs]
     for region in dict.fromkeys(region_nodes(outputs)):
         places, weak = _places(region, outputs), weakref.proxy(region)
 
         def begun(_: object, node: Any = weak,
                   places: Sequence[tuple[int, bool, int]] = places) -> None:
-            if not torch.is_grad_enabled():
+            is_again = torch.is_grad_enabled()
+            if is_again:
+                tell()
+            elif state is None:
                 return
-            tell()
 
             def made(gradients: _Gradients, cotangents: _Gradients) -> _Gradients:
                 handle.remove()
-                again = _gradients(run, given, places, cotangents)
-                edges = node.next_functions
+                error, edges = unplanned(), node.next_functions
+                if not is_again and error is None:
+                    return gradients
+                again = _gradients(run, given, places, cotangents, state, create_graph=is_again)
+                if error is not None:
+                    if not again:
+                        raise error
+                    return tuple(map(again.get, edges))
                 if all(each is None or _are_close(again.get(edge), each)
                        for each, edge in zip(gradients, edges, strict=True)):
                     return tuple(None if each is None else again[edge]
@@ -50,6 +89,29 @@ def differentiate_again(outputs: Sequence[Any], inputs: Sequence[Any], run: Call
             handle = node.register_hook(made)
 
         region.register_prehook(begun)
+
+
+def _while_alive(tensor: torch.Tensor) -> _Alive:
+    """Gives the tensor, or one like it, while its memory is there."""
+    found = weakref.ref(tensor)
+    if type(tensor) is not torch.Tensor or tensor.requires_grad:
+        return _Alive(found)
+    # The caller's may be another object: that of an argument that is given twice is.
+    memory = weakref.ref(tensor.untyped_storage())
+    layout = tensor.storage_offset(), tensor.shape, tensor.stride()
+    dtype, device = tensor.dtype, tensor.device
+
+    def alike() -> torch.Tensor | None:
+        storage = memory()
+        return found() if storage is None else torch.empty(0, dtype=dtype, device=device).set_(
+            storage, *layout)
+
+    return _Alive(alike)
+
+
+@dataclass(frozen=True, slots=True)
+class _Alive:
+    get: Callable[[], torch.Tensor | None]
 
 
 def _places(node: Any, outputs: Sequence[Any]) -> list[tuple[int, bool, int]]:
@@ -66,16 +128,15 @@ def _places(node: Any, outputs: Sequence[Any]) -> list[tuple[int, bool, int]]:
 
 
 def _gradients(run: Callable[..., Any], given: Sequence[Any],
-               places: Sequence[tuple[int, bool, int]], cotangents: _Gradients
-               ) -> dict[Any, torch.Tensor]:
+               places: Sequence[tuple[int, bool, int]], cotangents: _Gradients,
+               state: ForwardState | None, *, create_graph: bool) -> dict[Any, torch.Tensor]:
     """The gradients of `run` by the edge where they go; none if they cannot be computed."""
-    inputs = [each() if isinstance(each, weakref.ref) else each for each in given]
+    inputs = [each.get() if isinstance(each, _Alive) else each for each in given]
     numbers = {number for number, each in enumerate(cotangents) if each is not None}
     wanted = [each for each in inputs if isinstance(each, torch.Tensor) and each.requires_grad]
     if any(each is None for each in inputs) or not numbers <= {number for _, _, number in places}:
         return {}
-    devices = {each.device for each in wanted if each.is_cuda}
-    with torch.enable_grad(), torch.random.fork_rng(devices):
+    with torch.enable_grad(), (state or ForwardState(wanted)).again():
         outputs = run(*(  # updates of buffers are made to copies
             each.clone() if isinstance(each, torch.Tensor) and not each.requires_grad else each
             for each in inputs))
@@ -83,7 +144,7 @@ def _gradients(run: Callable[..., Any], given: Sequence[Any],
                  for place, is_view, number in places if number in numbers}
         found = torch.autograd.grad(
             list(pairs.values()), wanted, [cotangents[number] for number in pairs],
-            create_graph=True, allow_unused=True)
+            create_graph=create_graph, allow_unused=True)
     edges = [get_gradient_edge(each) for each in wanted]
     return {(edge.node, edge.output_nr): each
             for edge, each in zip(edges, found, strict=True) if each is not None}

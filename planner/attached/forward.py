@@ -123,6 +123,8 @@ class PlanningForward(ObservingForward):
         self.running: PlannedGraph | None = None
         """The graph of the last step."""
         self._served: dict[Call, PlannedGraph] = {}
+        self._has_other_loss = False
+        """True if the loop has differentiated outputs beside the model's own loss."""
         self._symbolic = SymbolicGraphs(self.__self__, self.inner)
         self._begin_observing()
 
@@ -214,6 +216,13 @@ class PlanningForward(ObservingForward):
                 symbolic, call, named, present, args, kwargs)):
             return found
         refusal = ""
+        if not self._has_other_loss and any(
+                graph.code.met_unplanned_gradient for graph in self.graphs):
+            log.warning("%s: the loop differentiates more of its outputs than its loss: the step "
+                        "before was computed as it is written, and nothing kept it within the "
+                        "budget; steps are planned with these outputs from now on", self._name)
+            self._has_other_loss = True
+            self.graphs.clear()
         known = self._served.get(call)
         for graph in sorted(self.graphs, key=lambda graph: graph is not known):
             if not graph.may_serve(call):
@@ -358,7 +367,8 @@ class PlanningForward(ObservingForward):
         with self._planning() as watch:
             planner = GraphPlanner(module, args, kwargs, settings.planning, settings.limit,
                                    settings.batches_ahead, partial(alive, self._optimizers),
-                                   early=dict(self._early), is_whole=any(
+                                   early=dict(self._early),
+                                   has_other_loss=self._has_other_loss, is_whole=any(
                                        graph.planner is not None and graph.planner.is_whole
                                        for graph in self.graphs))
             graph = PlannedGraph(call, planner)

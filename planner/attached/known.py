@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import logging
 import math
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -120,17 +121,20 @@ class GraphPlanner:
                  planning: Planning, limit: Budget | None, batches_ahead: int = 0,
                  stepping: Callable[[], Sequence[Optimizer]] = tuple,
                  symbolic: SymbolicStep | None = None, earlier: Plan | None = None,
-                 early: EarlyGradients | None = None, is_whole: bool = False) -> None:
+                 early: EarlyGradients | None = None, is_whole: bool = False,
+                 has_other_loss: bool = False) -> None:
         """Capture the step; raises `CaptureError`.  `batches_ahead`: how many batches the caller
         holds beside this one; `stepping`: the optimizers that were seen so far; `symbolic`: the
         step's graph, where it was captured before with symbolic sizes; `earlier`: a plan of that
         graph at other sizes; `early`: gradients that hooks free as they come; `is_whole`: a deep
-        model is one region, too."""
+        model is one region, too; `has_other_loss`: the loss may be of any of the outputs, though
+        one of them is a loss."""
         self.is_whole = is_whole
         """True if no plan by blocks fits, so that a deep model is one region, too."""
         self.chose_blocks = False
         """True if the model is captured by its blocks because it is deep."""
         self._early = dict(early or {})
+        self._has_other_loss = has_other_loss
         self._planning, self._limit, self._batches_ahead = planning, limit, batches_ahead
         self._stepping, self._symbolic = stepping, symbolic
         self._kept_code: TracedCode | None = None  # for another capture of the same call
@@ -172,7 +176,7 @@ class GraphPlanner:
               planning: Planning) -> None:
         """Capture the step in these regions."""
         kept = self._kept_code if planning.regions == self._kept_regions else None
-        unknown = OpenLoss(self._input_bytes)
+        unknown = OpenLoss(sys.maxsize if self._has_other_loss else self._input_bytes)
         early = self._early if self._may_free(planning) else None
         headroom = self._probe_headroom(model)
         with watched(None) as report:

@@ -202,3 +202,64 @@ def test_logits_of_a_model_that_makes_a_cache_may_have_a_loss_outside():
             F.cross_entropy(each(input_ids=ids).logits.flatten(0, 1), ids.flatten()).backward()
     for mine, theirs in zip(net.parameters(), plain.parameters(), strict=True):
         assert torch.equal(mine.grad, theirs.grad)
+
+
+class MasksAfterBreak(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.after = nn.Linear(16, 16), nn.Linear(16, 16)
+        self.mask = nn.Parameter(torch.ones(16))
+
+    def forward(self, x: torch.Tensor, where: torch.Tensor) -> torch.Tensor:
+        hidden = self.before(x) + x  # written over a view of the product
+        torch._dynamo.graph_break()
+        hidden[where] = self.mask
+        return self.after(hidden).square().mean()
+
+
+def test_what_a_region_returns_may_be_changed_behind_it():
+    plain = MasksAfterBreak()
+    net = planner.within(copy.deepcopy(plain), "1MB", time_limit=1)
+    x, where = torch.randn(4, 32, 16), torch.rand(4, 32) > 0.5
+    for each in (plain, net):
+        each(x, where).backward()
+    for mine, theirs in zip(net.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(mine.grad, theirs.grad)
+
+
+class Labelled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(64, 32)
+        self.body, self.drop, self.head = layers(3), nn.Dropout(0.2), nn.Linear(32, 64)
+
+    def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        hidden = self.drop(self.body(self.embed(ids)))
+        logits = self.head(hidden)
+        return {"loss": F.cross_entropy(logits, labels), "logits": logits, "hidden": hidden}
+
+
+def test_a_loss_of_more_than_the_loss_that_the_model_returns(caplog):
+    """As in distillation."""
+    plain = Labelled()
+    net = planner.within(copy.deepcopy(plain), "80%", time_limit=1)
+    peaks = []
+    for step in range(5):
+        torch.manual_seed(step)
+        ids = torch.randint(64, (128,))
+        for each in (plain, net):
+            each.zero_grad()
+            torch.manual_seed(step)
+            output = each(ids, ids)
+            loss = output["loss"] + output["logits"].square().mean() + output["hidden"].abs().mean()
+            del output
+            if each is net:
+                peaks.append(planner.plan_of(net).peak_bytes)
+            loss.backward()
+        for mine, theirs in zip(net.parameters(), plain.parameters(), strict=True):
+            assert torch.equal(mine.grad, theirs.grad)
+    status = planner.status(net)
+    assert status.planned_steps == 5 and peaks[-1] <= status.budget_bytes
+    assert peaks[-1] == peaks[-2] > peaks[0]
+    warning, = (each for each in caplog.records if each.levelname == "WARNING")
+    assert "differentiates more of its outputs than its loss" in warning.getMessage()
