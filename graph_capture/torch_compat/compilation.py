@@ -116,6 +116,8 @@ def compile_settings(*, donated_buffers: bool = False) -> Iterator[None]:
       turn; torch would run all of the code as it is written.
     - The graph breaks where a value that requires a gradient is assigned by a mask: its backward
       selects, and the size of a selection depends on values.
+    - NumPy's random numbers are NumPy's: the graph breaks where they are drawn, in place of drawing
+      from torch's.
     - Code in which there was nothing to capture when it first ran is examined again when it runs
       another way; torch would skip it for ever.
     """
@@ -132,6 +134,7 @@ def compile_settings(*, donated_buffers: bool = False) -> Iterator[None]:
             automatic_dynamic_shapes=False,
             optimize_ddp=False,
             skip_nnmodule_hook_guards=False,
+            use_numpy_random_stream=True,
         ),
         functorch_config.patch(
             enable_autograd_cache=False, debug_assert=False,

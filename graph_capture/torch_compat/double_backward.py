@@ -18,7 +18,7 @@ _Gradients = Sequence[torch.Tensor | None]
 
 
 class ForwardState:
-    """What the results of code depend on beside its inputs: random state, and autocast."""
+    """State beside the inputs that the results of code depend on: random state, and autocast."""
 
     def __init__(self, inputs: Iterable[Any]) -> None:
         self._cpu = torch.get_rng_state().numpy().copy()

@@ -6,6 +6,7 @@ import copy
 import threading
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -263,3 +264,45 @@ def test_a_loss_of_more_than_the_loss_that_the_model_returns(caplog):
     assert peaks[-1] == peaks[-2] > peaks[0]
     warning, = (each for each in caplog.records if each.levelname == "WARNING")
     assert "differentiates more of its outputs than its loss" in warning.getMessage()
+
+
+class Augmented(nn.Module):
+    """Masks its input at random by NumPy, drops layers at random by torch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = layers(4, 64), nn.Linear(64, 64)
+
+    def encode(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.body:
+            if torch.rand([]) < .3:
+                continue
+            x = x + layer(x)
+        return self.head(x)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        mask = np.zeros(64, dtype=bool)
+        masked = int(20 * np.random.rand(1).item())
+        mask[:masked] = True
+        x[:, torch.tensor(mask)] = 0
+        return self.encode(x).square().mean()
+
+
+@pytest.mark.filterwarnings("ignore:To copy construct")  # torch's, of `torch.tensor(mask)`
+def test_random_numbers_of_numpy_and_torch_in_one_forward():
+    torch.manual_seed(0)
+    plain = Augmented()
+    net = planner.within(copy.deepcopy(plain), "80%", time_limit=1)
+    for seed in range(3):
+        left = []
+        for each in (plain, net):
+            torch.manual_seed(seed)
+            np.random.seed(seed)
+            each.zero_grad()
+            loss = each(torch.randn(1024, 64))
+            loss.backward()
+            left.append((loss.item(), torch.rand(1).item(), np.random.rand()))
+        assert left[0] == left[1]
+        for mine, theirs in zip(net.parameters(), plain.parameters(), strict=True):
+            assert (mine.grad is None) == (theirs.grad is None)
+            assert mine.grad is None or torch.equal(mine.grad, theirs.grad)
