@@ -453,8 +453,9 @@ class GraphPlanner:
         if least.peak_bytes <= limit_bytes:
             return least
         raise InfeasibleBudget(
-            limit_bytes, least.peak_bytes, f"Several calls of the model hold memory at once: other "
-            f"calls {format_bytes(self._needed(known, prepared, least))} of it.")
+            limit_bytes, least.peak_bytes, f"Of it "
+            f"{format_bytes(self._needed(known, prepared, least))} is held beside this call, by "
+            "other calls of the model or as gradients of the step before.")
 
     def _as_earlier(self, known: Known, prepared: PreparedStep, limit_bytes: int | None
                     ) -> Plan | None:
