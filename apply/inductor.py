@@ -38,7 +38,11 @@ from planner._graph_capture.torch_compat.inductor import (
     is_stored,
     store_result,
 )
-from planner._graph_capture.torch_compat.scheduler_pass import KERNEL_ORDER, KernelOrder
+from planner._graph_capture.torch_compat.scheduler_pass import (
+    KernelOrder,
+    SchedulerPass,
+    UnfusedKernels,
+)
 from planner._graph_capture.training_graph import CodeMemory
 
 _WORTH_SHORTENING = 0.6
@@ -92,13 +96,17 @@ class InductorBackend(PlanBackend):
             planned = inputs[len(inputs) - len(cotangents):]
             return checked_backward(run, planned, cotangents, self._note_unplanned)
 
-        settings: dict[str, Any] = {KERNEL_ORDER: KernelOrder(self._spec.kernel_order)}
+        passes: list[SchedulerPass] = [KernelOrder(self._spec.kernel_order)]
+        settings: dict[str, Any] = {}
         if self._spec.low_memory_codegen:
+            passes.append(UnfusedKernels())
             # Inductor reuses a buffer if its own estimate of the peak allows it, and the estimate
             # is above the peak.
             settings["allow_buffer_reuse"] = False
         return inductor_backend(
-            partition, uuid_of(self._spec), finish=finish, settings=settings)(module, inputs)
+            partition, uuid_of(self._spec), finish=finish,
+            settings=settings | {each.setting: each for each in passes},
+        )(module, inputs)
 
     def _prepared(self, match: Match, graphs: RewrittenRegion, num_outputs: int
                   ) -> RewrittenRegion:

@@ -228,8 +228,9 @@ class RewriteSpec:
     """True if Inductor may not move or fuse kernels of the backward across calls of libraries.  It
     then stores results that are read after them (`apply.inductor`)."""
     low_memory_codegen: bool = False
-    """True if Inductor's code is to use less memory at a small cost: no buffer is reused, since its
-    reuse may raise the peak."""
+    """True if Inductor's code is to use less memory at a small cost: a buffer is reused only where
+    that raises no peak, and kernels that read the same inputs stay apart if the fused kernel would
+    set the peak."""
     signature: CallSignature | None = None
     """For errors, not for choosing; `None`: unknown."""
     device: str = ""

@@ -76,8 +76,9 @@ def plan(model: nn.Module, inputs: object = None, *, budget_gb: float | None = N
             `"inductor"`: Inductor compiles it, and the predicted peak is that of its code.
         cost_model: the cost of recomputation. `"roofline"`: seconds, from FLOPs, bytes and the
             device's figures; `"measured"`: seconds of each op, run alone on dummy inputs on
-            the device (cached on disk; estimated where the op cannot be run, and where Inductor
-            fuses it); `"flops"`: FLOPs alone, and `overhead` is the fraction of FLOPs.
+            the device (cached on disk; estimated where the op cannot be run); for Inductor,
+            `overhead` then comes from the seconds of each generated kernel, compiled for that;
+            `"flops"`: FLOPs alone, and `overhead` is the fraction of FLOPs.
         device: the device to plan for; by default the model's, the CPU for a `meta` model.
         gpu: the GPU whose kernels are planned for if none is present, and whose figures time
             estimates use: a name such as `"H100"`, or a `planner.Gpu`; by default the present one;

@@ -13,7 +13,7 @@ C++ heap, which torch's allocator does not see either).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -30,7 +30,12 @@ from planner._graph_capture.memory.tracker import MemoryTracker
 from planner._graph_capture.op_costs.costs import OpCosts
 from planner._graph_capture.plain_step.loss import LossFn, objective
 from planner._graph_capture.rank import Wrapper
-from planner._graph_capture.torch_compat import FakeTensor, compile_settings
+from planner._graph_capture.torch_compat import (
+    FakeTensor,
+    OpOverload,
+    TorchDispatchMode,
+    compile_settings,
+)
 from planner._graph_capture.training_graph import BufferKind, CodeMemory
 
 
@@ -82,7 +87,7 @@ class CompiledTracer:
         from planner._graph_capture.torch_compat.inductor import stub_code
 
         fake_copy = self.fake_copy
-        with (compile_settings(donated_buffers=True), stub_code(self._around),
+        with (compile_settings(donated_buffers=True), stub_code(around=self._around),
               self.graphs.installed()):
             self.graphs.compile_with(code_of)
             with fake_copy.mode:
@@ -91,6 +96,24 @@ class CompiledTracer:
                 tracker = MemoryTracker(self.costs.workspace_bytes, device=fake_copy.device,
                                       trace_device=fake_copy.trace_device, resident=copies)
                 return self._run(self.graphs.call, tracker, left_out)
+
+    def seconds(self, code_of: Callable[[str], GraphCode]) -> float:
+        """Duration of the compiled step, from timing each kernel and each op by itself; the code
+        must not be reused."""
+        from planner._graph_capture.torch_compat.inductor import KernelCall, stub_code
+
+        kernels: list[KernelCall] = []
+        ops = _OpLog()
+        with (compile_settings(donated_buffers=True), stub_code(kernels.append, self._around),
+              self.graphs.installed()):
+            self.graphs.compile_with(code_of)
+            with self.fake_copy.mode:
+                self._run(self.graphs.call, None)
+                kernels.clear()
+                with ops:
+                    self._run(self.graphs.call, None)
+        return self.costs.seconds_of_kernels(kernels) + sum(
+            self.costs.seconds(*run) for run in ops.runs)
 
     def _around(self) -> AbstractContextManager[object]:
         """Context of generated code: storage-less tensors lack the values that it would write."""
@@ -183,6 +206,26 @@ def _count(stretch: LeftOut, trace: MemoryTrace, backward_begins: int,
             (BufferKind.GRADIENT, done, len(trace.events), stretch.gradient_bytes)):
         row = memory_timeline[kind]
         row[begin:end] = [level + size for level in row[begin:end]]
+
+
+class _OpLog(TorchDispatchMode):
+    """Records the ops that run, except views and allocations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.runs: list[tuple[OpOverload, tuple[Any, ...], Mapping[str, Any], Any]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Collection[type], args: tuple[Any, ...] = (),
+                           kwargs: Mapping[str, Any] | None = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if isinstance(func, OpOverload) and not func.is_view and "empty" not in func.name():
+            self.runs.append((func, args, kwargs or {}, out))
+        return out
+
+    @classmethod
+    def is_infra_mode(cls) -> bool:
+        """As for `CodeTracker`."""
+        return True
 
 
 def check_compiler(device: torch.device) -> None:

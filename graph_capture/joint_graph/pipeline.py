@@ -2,8 +2,8 @@
 
 A plan names ops as they are after the rewriting, so capture and the backend must rewrite by the
 same steps in the same order.  Only this module calls these steps: clean, run a part in chunks, make
-results fresh (eager backend), copy late parts of gradients (low-peak variant), hoist updates
-(Inductor), hoist, lower.
+results fresh (eager backend), copy late parts of gradients (low-peak variant), hoist updates and
+recompute dropouts (Inductor), hoist, lower.
 
 Inductor's partitioner is a minimum cut between the values of the forward and the needs of the
 backward.  It may save the result of an op that stands in the backward although no gradient flows
@@ -26,6 +26,7 @@ from planner._graph_capture.joint_graph.fresh_results import make_results_fresh
 from planner._graph_capture.joint_graph.joint import JointGraph, clean_joint_graph, is_cotangent
 from planner._graph_capture.joint_graph.low_peak_backward import late_parts, lower_backward_peak
 from planner._graph_capture.joint_graph.lower import LoweredRegion, last_forward_node, lower
+from planner._graph_capture.joint_graph.recomputed_dropout import recompute_dropout
 from planner._graph_capture.joint_graph.symbolic_sizes import Sizes
 from planner._graph_capture.joint_graph.walks import ancestors, descendants, sources
 
@@ -79,6 +80,7 @@ def lower_joint_graph(
     saved: frozenset[str] = frozenset()
     if variant.compiled:
         hoist_updates(joint)
+        recompute_dropout(joint)
         if hoisted is None:
             saved = saved_by_default(joint)
             hoisted = ops_to_hoist(joint, saved)

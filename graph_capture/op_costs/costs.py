@@ -15,9 +15,10 @@ Blind spot of `measured`: an op run over and over finds its operands in the cach
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx
@@ -30,6 +31,9 @@ from planner._graph_capture.op_costs.flops import bytes_moved, op_flops
 from planner._graph_capture.op_costs.probe import OpProbe
 from planner._graph_capture.progress import Progress
 from planner._graph_capture.torch_compat import OpOverload
+
+if TYPE_CHECKING:
+    from planner._graph_capture.torch_compat.inductor import KernelCall
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +107,22 @@ class OpCosts:
             seconds = self._measured(target, args, kwargs, out, seconds)
         return seconds
 
+    def seconds_of_kernels(self, calls: Sequence[KernelCall]) -> float:
+        """Duration of calls of Inductor's kernels, each run alone on the device; of its operands'
+        traffic if that fails.  Kernels without a known duration are compiled."""
+        unknown = {call.kernel.text: call.kernel for call in calls
+                   if self._probe.known_seconds(call.kernel.text, call.args, call.kwargs) is None}
+        built = {text: kernel.build() for text, kernel in unknown.items()}
+        total = 0.0
+        for number, call in enumerate(calls, start=1):
+            self._progress(f"timing kernels, {number} of {len(calls)}")
+            text = call.kernel.text
+            measured = self._probe.seconds_of_function(
+                text, partial(_bound, built.get(text), call.method), call.args, call.kwargs)
+            total += measured if measured is not None else self.device_model.traffic_seconds(
+                sum(t.numel() * t.element_size() for t in tensors_of((call.args, call.kwargs))))
+        return total
+
     def _measured(self, target: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any],
                   out: Any, estimate: float) -> float:
         """Duration by the probe, otherwise the estimate."""
@@ -125,6 +145,11 @@ def _numbers_drawn(target: OpOverload, args: tuple[Any, ...], kwargs: Mapping[st
     if not draws(target, args, kwargs):
         return 0
     return max((tensor.numel() for tensor in tensors_of(out)), default=0)
+
+
+def _bound(built: Callable[[], Any] | None, method: str) -> Callable[..., Any]:
+    assert built is not None, "what is not known was built"
+    return getattr(built(), method)
 
 
 def _value_of(node: fx.Node) -> Any:

@@ -135,6 +135,26 @@ class OpProbe:
         self._cache.put(key, measured)
         return measured
 
+    def known_seconds(self, text: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+                      ) -> float | None:
+        """The duration that `seconds_of_function` found for a function of this text and such
+        arguments."""
+        return self._cache.get(_kernel_key(text, args, kwargs))
+
+    def seconds_of_function(self, text: str, function: Callable[[], Callable[..., Any]],
+                            args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> float | None:
+        """Median duration of one run of `function()`, which may write to its arguments; `None` if
+        it cannot be run here.  `text`: its key in the cache.  Tensors may be fake."""
+        known = self.known_seconds(text, args, kwargs)
+        if known is not None or not self._enabled:
+            return known
+        tensors = strided_tensors((args, kwargs))
+        measured = None if not self._fits_here(tensors) else self._run_alone(
+            function, args, kwargs, tensors, "seconds")
+        if measured is not None:
+            self._cache.put(_kernel_key(text, args, kwargs), measured)
+        return measured
+
     def _measure(self, target: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any],
                  inputs: list[torch.Tensor], outputs: list[torch.Tensor],
                  quantity: str) -> float | None:
@@ -149,7 +169,7 @@ class OpProbe:
         is_busy = quantity == "workspace" and self.device.type == "cpu" and profiler_is_running()
         if fits and not is_busy and (
                 is_trusted(target) or any(map(is_sparse, pytree.tree_leaves((args, kwargs))))):
-            return self._run_alone(target, args, kwargs, tensors, quantity)
+            return self._run_alone(lambda: target, args, kwargs, tensors, quantity)
         # The memory of another process is no part of the budget, but that of a GPU is one memory.
         if not self._has_headroom(tensors) or not (fits or self.device.type == "cpu"):
             return None
@@ -158,12 +178,13 @@ class OpProbe:
     def measure_here(self, target: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any],
                      quantity: str) -> float | None:
         """A quantity of an op whose tensors are given as layouts."""
-        return self._run_alone(target, args, kwargs, [], quantity)
+        return self._run_alone(lambda: target, args, kwargs, [], quantity)
 
-    def _run_alone(self, target: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any],
-                   tensors: list[torch.Tensor], quantity: str) -> float | None:
-        """A quantity of a run of the op on dummy inputs; `None` if that fails, or `tensors` are too
-        large."""
+    def _run_alone(self, function: Callable[[], Callable[..., Any]], args: tuple[Any, ...],
+                   kwargs: Mapping[str, Any], tensors: list[torch.Tensor], quantity: str
+                   ) -> float | None:
+        """A quantity of a run of `function()` on dummy inputs; `None` if that fails, or `tensors`
+        are too large."""
         if not self._has_headroom(tensors):
             return None
         measurement = {"workspace": self._workspace, "seconds": self._duration}[quantity]
@@ -171,8 +192,10 @@ class OpProbe:
             try:
                 real = Materializer(self.device)
                 real_args, real_kwargs = real.tree(args), real.tree(dict(kwargs))
-                real_args = seeds_on_host(target, real_args)
-                return measurement(lambda: target(*real_args, **real_kwargs), real.renew)
+                call = function()
+                if isinstance(call, OpOverload):
+                    real_args = seeds_on_host(call, real_args)
+                return measurement(lambda: call(*real_args, **real_kwargs), real.renew)
             except Exception:  # an op may refuse dummy inputs with any error
                 return None
 
@@ -233,7 +256,11 @@ class OpProbe:
         return 0
 
 
-def signature(target: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
+def _kernel_key(text: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
+    return f"seconds of kernel:{signature(text, args, kwargs)}"
+
+
+def signature(target: OpOverload | str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
     """Hash of everything that a run of the op depends on, except values; equal in every process."""
     leaves, structure = pytree.tree_flatten((args, dict(sorted(kwargs.items()))))
     seen: dict[int, int] = {}

@@ -9,6 +9,7 @@ import contextlib
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
@@ -187,12 +188,14 @@ def stub_of(compiled: Any) -> Callable[[list[Any]], Any]:
 
 
 @contextlib.contextmanager
-def stub_code(around: Callable[[], AbstractContextManager[object]]) -> Iterator[None]:
+def stub_code(on_kernel: Callable[[KernelCall], None] | None = None,
+              around: Callable[[], AbstractContextManager[object]] | None = None) -> Iterator[None]:
     """Inside, Inductor generates its code as usual, but compiles no kernel: the result allocates,
-    frees and calls like the real code, and its own kernels do nothing; those for CPUs are only
-    sketched.
+    frees and calls like the real code, and its own kernels do nothing.
 
-    The code runs on fake tensors, also torch's own ops.  `around` makes a context for each run.
+    The code runs on fake tensors, also torch's own ops.  `on_kernel` receives the calls of
+    Inductor's kernels, which are then generated as for a real run; without it, kernels for CPUs
+    are only sketched.  `around` makes a context for each run of the code.
     """
     def compile_to_module(graph: GraphLowering) -> Any:
         code, _ = graph.codegen()
@@ -200,12 +203,13 @@ def stub_code(around: Callable[[], AbstractContextManager[object]]) -> Iterator[
         # The compiled graph needs a file of its source; the module is not registered under it.
         graph.cache_key, graph.cache_path = PyCodeCache.write(text)
         graph.cache_linemap = []
-        module: Any = _load_stub(text, graph.cache_path, dict(graph.constants))
-        module.call = _within(around, module.call)
+        module: Any = _load_stub(text, graph.cache_path, dict(graph.constants), on_kernel)
+        if around is not None:
+            module.call = _within(around, module.call)
         return module
 
     with (
-        _sketched_kernels(),
+        sketched_kernels() if on_kernel is None else contextlib.nullcontext(),
         mock.patch.object(GraphLowering, "compile_to_module", compile_to_module),
         # Inputs have no addresses to align, and those of layers that are left out are `None`.
         mock.patch.object(compile_fx, "get_input_idxs_to_check", lambda *args: []),
@@ -226,28 +230,80 @@ def _within(around: Callable[[], AbstractContextManager[object]],
     return call
 
 
+@dataclass(frozen=True)
+class Kernel:
+    """A kernel of Inductor's, not compiled yet."""
+
+    maker: str
+    """The method of Inductor's `AsyncCompile` that compiles it."""
+    source: tuple[Any, ...]
+    options: Mapping[str, Any]
+
+    @property
+    def text(self) -> str:
+        """Text of everything that its code depends on."""
+        return repr((self.maker, self.source, sorted(self.options.items())))
+
+    def build(self) -> Callable[[], Any]:
+        """Start its compilation; the result is a function that waits for the kernel."""
+        built = getattr(AsyncCompile(), self.maker)(*self.source, **self.options)
+
+        def wait() -> Any:
+            found = built
+            while hasattr(found, "result"):
+                found = found.result()
+            return found
+
+        return wait
+
+
+@dataclass(frozen=True)
+class KernelCall:
+    """One call of a kernel, with fake tensors."""
+
+    kernel: Kernel
+    method: str
+    """The method that the generated code calls: `__call__`, or `run` (Triton)."""
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+
+
 class _NoKernel:
-    """Replaces a compiled kernel: does nothing where the code calls it, as kernels for CPUs, or
-    runs it, as Triton's."""
+    """Replaces a compiled kernel: only reports its calls."""
+
+    def __init__(self, kernel: Kernel | None = None,
+                 on_call: Callable[[KernelCall], None] | None = None) -> None:
+        self._kernel, self._on_call = kernel, on_call
 
     def __call__(self, *args: object, **kwargs: object) -> None:
-        """Do nothing."""
+        """Report a call, as of kernels for CPUs."""
+        self._tell("__call__", args, kwargs)
 
-    run = __call__
+    def run(self, *args: object, **kwargs: object) -> None:
+        """Report a call, as of Triton kernels."""
+        self._tell("run", args, kwargs)
+
+    def _tell(self, method: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        if self._kernel is not None and self._on_call is not None:
+            self._on_call(KernelCall(self._kernel, method, args, kwargs))
 
 
 _KERNEL_MAKERS = ("triton", "cpp", "cpp_pybinding", "cuda", "cutlass", "halide", "metal",
                   "multi_kernel")
 
 
-def _load_stub(text: str, path: str, constants: Mapping[str, Any]) -> types.ModuleType:
+def _load_stub(text: str, path: str, constants: Mapping[str, Any],
+               on_kernel: Callable[[KernelCall], None] | None = None) -> types.ModuleType:
+    def stub(maker: str) -> Callable[..., _NoKernel]:
+        # It replaces a method of the class, and is looked up on an instance.
+        return lambda _, *source, **options: _NoKernel(Kernel(maker, source, options), on_kernel)
+
     module = types.ModuleType("generated_code")
     module.__file__ = path
     with contextlib.ExitStack() as stack:
         for maker in _KERNEL_MAKERS:
             if hasattr(AsyncCompile, maker):
-                stack.enter_context(mock.patch.object(
-                    AsyncCompile, maker, lambda *source, **options: _NoKernel()))
+                stack.enter_context(mock.patch.object(AsyncCompile, maker, stub(maker)))
         exec(compile(text, path, "exec"), module.__dict__)
     module.__dict__.update(constants)
     for name in list(module.__dict__):
@@ -279,7 +335,7 @@ _ADDED = "atomic_add"
 
 
 @contextlib.contextmanager
-def _sketched_kernels() -> Iterator[None]:
+def sketched_kernels() -> Iterator[None]:
     """Inside, kernels for CPUs are sketched; those of Triton are generated as usual.
 
     The scalar loops come first in any case, and decide what a kernel allocates and reuses.  The

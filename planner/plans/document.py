@@ -74,7 +74,8 @@ class Predicted:
     memory: MemoryByCategory
     """Bytes at the peak by category; sums to `peak_bytes`."""
     overhead: Change
-    """Estimated extra step time, as a fraction of the step without recomputation."""
+    """Estimated extra step time, as a fraction of the step without recomputation.  Below 0 if the
+    kernels of a plan for Inductor were timed and are faster."""
     recompute_flops: int
     """FLOPs of recomputation in one step."""
     offloaded_bytes: int = field(default=0, kw_only=True)

@@ -34,7 +34,8 @@ class Plan(Predicted):
     """The limited memory: `allocated` (`peak_bytes`) or `reserved` (`reserved_bytes`)."""
     overhead_bound: Change
     """Proven lower bound on `overhead` for any schedule within the budget that keeps the graph's
-    order of first runs and recomputes forward ops, under the same cost model."""
+    order of first runs and recomputes forward ops, under the same cost model.  For Inductor nothing
+    is proven: 0, or `overhead` if that is less."""
     status: Status
     """`optimal` if `overhead` is proven minimal."""
     solver: str

@@ -113,19 +113,23 @@ def _make_plan(searches: Sequence[CompiledSearch], search: CompiledSearch, found
     base_cost = base.variant.problem.keep_all_cost
     # An estimated gain may not materialize.
     extra = max(0.0, (found.cost - base.default_cost) / base_cost) if base_cost else 0.0
-    bound, is_proven = 0.0, False
-    if extra > 0 and budget_bytes is not None:
+    bound, is_proven = min(0.0, extra), False
+    if extra > 0 and budget_bytes is not None and prepared.cost_model != "measured":
         # Assumes that no code has a lower overhead than that of the traced steps.
         net_bytes = variant.budget.net_bytes(budget_bytes) + max(
             each.overstated_bytes for each in searches)
         least = min(each.least_cost_within(net_bytes) for each in searches)
         bound = min(max(0.0, (least - base.default_cost) / base_cost), extra)
         is_proven = found.cost <= least + PROOF_TOLERANCE * base_cost
+    if (prepared.cost_model == "measured" and search.generates_code
+            and found.spec != base.default_spec):
+        extra = (search.breakdown.seconds(found.spec)
+                 / base.breakdown.seconds(base.default_spec) - 1)
     return assemble_plan(
         prepared, variant, budget_bytes, schedule=found.schedule,
         spec=search.breakdown.with_code(found.spec),
         breakdown=variant.budget.breakdown(found.peak_bytes, found.step.bytes_of),
-        overhead=extra, overhead_bound=bound,
+        overhead=extra, overhead_bound=min(bound, extra),
         status="optimal" if is_proven else "feasible",
         solver=search.effort.solver, seconds=time.monotonic() - base.started,
         made=found.step.memory_timeline, backward_begins=found.step.backward_begins,

@@ -57,6 +57,7 @@ class CompiledBreakdown:
     """Number of graph ops compiled for the last estimate."""
     _known: dict[RewriteSpec, CompiledStep] = field(default_factory=dict)
     _estimated: dict[RewriteSpec, CompiledStep] = field(default_factory=dict)
+    _seconds: dict[RewriteSpec, float] = field(default_factory=dict)
     _generated: dict[_Decided, _Generated] = field(default_factory=dict)
     _backend: InductorBackend | None = None
 
@@ -106,6 +107,15 @@ class CompiledBreakdown:
             if len(spec.regions) == 1:
                 self.whole_seconds = max(self.whole_seconds, time.monotonic() - begun)
         return self._known[spec]
+
+    def seconds(self, spec: RewriteSpec) -> float:
+        """Duration of the step under a rewrite spec, by timing its kernels."""
+        if spec not in self._seconds:
+            of_block = {name: code for shared in shared_code(spec)
+                        for code in (self._new_code(spec, shared).code,)
+                        for name in shared.blocks}
+            self._seconds[spec] = self._tracer.seconds(of_block.__getitem__)
+        return self._seconds[spec]
 
     def with_code(self, spec: RewriteSpec) -> RewriteSpec:
         """The rewrite spec with the memory of its graphs' code, if it was traced."""

@@ -155,3 +155,15 @@ def test_smaller_batches_are_served_by_blocks_too():
     model = plan.apply(smaller.model)
     assert measured_peak(model, smaller) <= plan.budget_bytes - plan.resident_bytes
     assert train(model, smaller).distance(reference(smaller)) <= 1e-5
+
+
+@pytest.mark.slow
+def test_kernels_of_blocks_are_timed(monkeypatch, tmp_path):
+    monkeypatch.setenv("CHECKPOINT_PLANNER_CACHE", str(tmp_path))
+    case = stack(layers=2)
+    step = capture(case.model, case.inputs, loss_fn=case.loss_fn, backend="inductor",
+                   regions="blocks", cost_model="measured")
+    plan = plan_at(step, 0.8)
+    planned, unplanned = step.base.compiled._seconds.values()
+    assert min(planned, unplanned) > 0
+    assert plan.overhead == planned / unplanned - 1

@@ -15,8 +15,8 @@ from tests.support.models import Case
 from tests.support.training import train
 
 ROOT = Path(__file__).parents[2]
-STEPS = {"clean_joint_graph", "lower_backward_peak", "lower"}
-HOMES = {"joint", "low_peak_backward", "lower"}
+STEPS = {"clean_joint_graph", "lower_backward_peak", "recompute_dropout", "lower"}
+HOMES = {"joint", "low_peak_backward", "recomputed_dropout", "lower"}
 
 
 def test_the_steps_of_the_rewriting_are_imported_by_the_pipeline_alone():
