@@ -59,7 +59,7 @@ class CompiledCode:
     @property
     def met_unplanned_gradient(self) -> bool:
         """True if a gradient came through an output that the plan took for one without."""
-        return bool(getattr(self._backend, "met_unplanned_gradient", False))
+        return bool(self._backend.met_unplanned_gradient)
 
     def fall_back(self, fallback: Fallback) -> None:
         """From now on, once a step has begun, run a region that is not the plan's by the result of

@@ -152,6 +152,7 @@ class SymbolicBackend(OutputWatcher):
         """The schedule of the last call."""
         self.compilations = self.planned_runs = 0
         self.has_run = self.has_begun = self.is_trial = False
+        self.met_unplanned_gradient = False  # it is refused
         self.returned: Sequence[Any] = ()
         """Values that the graph has returned in a trial."""
 

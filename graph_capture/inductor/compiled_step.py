@@ -94,7 +94,7 @@ class CompiledTracer:
                 self._run(self.graphs.call, None)
                 copies = list(fake_copy.fake_of.values())
                 tracker = MemoryTracker(self.costs.workspace_bytes, device=fake_copy.device,
-                                      trace_device=fake_copy.trace_device, resident=copies)
+                                        trace_device=fake_copy.trace_device, resident=copies)
                 return self._run(self.graphs.call, tracker, left_out)
 
     def seconds(self, code_of: Callable[[str], GraphCode]) -> float:

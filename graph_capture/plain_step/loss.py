@@ -58,7 +58,7 @@ class OpenLoss:
     """An unknown loss: the caller differentiates either the `loss` of the output or a loss computed
     from its other tensors."""
 
-    largest_bytes: int
+    largest_bytes: float
     """Larger tensors, such as logits, are assumed to be only for inspection."""
 
     def __call__(self, output: Any) -> Objective:

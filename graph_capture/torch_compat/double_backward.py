@@ -6,7 +6,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -55,7 +55,8 @@ def differentiate_again(outputs: Sequence[Any], inputs: Sequence[Any], run: Call
     are replaced in the same way; the error is raised where the inputs are gone.
     """
     # Hooks must not keep alive what the plan lets go of.
-    given = [_while_alive(each) if isinstance(each, torch.Tensor) else each for each in inputs]
+    given = [_while_alive(each) if isinstance(each, torch.Tensor) else partial(_same, each)
+             for each in inputs]
     for region in dict.fromkeys(region_nodes(outputs)):
         places, weak = _places(region, outputs), weakref.proxy(region)
 
@@ -91,11 +92,15 @@ def differentiate_again(outputs: Sequence[Any], inputs: Sequence[Any], run: Call
         region.register_prehook(begun)
 
 
-def _while_alive(tensor: torch.Tensor) -> _Alive:
+def _same(value: Any) -> Any:
+    return value
+
+
+def _while_alive(tensor: torch.Tensor) -> Callable[[], torch.Tensor | None]:
     """Gives the tensor, or one like it, while its memory is there."""
     found = weakref.ref(tensor)
     if type(tensor) is not torch.Tensor or tensor.requires_grad:
-        return _Alive(found)
+        return found
     # The caller's may be another object: that of an argument that is given twice is.
     memory = weakref.ref(tensor.untyped_storage())
     layout = tensor.storage_offset(), tensor.shape, tensor.stride()
@@ -106,12 +111,7 @@ def _while_alive(tensor: torch.Tensor) -> _Alive:
         return found() if storage is None else torch.empty(0, dtype=dtype, device=device).set_(
             storage, *layout)
 
-    return _Alive(alike)
-
-
-@dataclass(frozen=True, slots=True)
-class _Alive:
-    get: Callable[[], torch.Tensor | None]
+    return alike
 
 
 def _places(node: Any, outputs: Sequence[Any]) -> list[tuple[int, bool, int]]:
@@ -127,11 +127,11 @@ def _places(node: Any, outputs: Sequence[Any]) -> list[tuple[int, bool, int]]:
     return found
 
 
-def _gradients(run: Callable[..., Any], given: Sequence[Any],
+def _gradients(run: Callable[..., Any], given: Sequence[Callable[[], Any]],
                places: Sequence[tuple[int, bool, int]], cotangents: _Gradients,
                state: ForwardState | None, *, create_graph: bool) -> dict[Any, torch.Tensor]:
     """The gradients of `run` by the edge where they go; none if they cannot be computed."""
-    inputs = [each.get() if isinstance(each, _Alive) else each for each in given]
+    inputs = [get() for get in given]
     numbers = {number for number, each in enumerate(cotangents) if each is not None}
     wanted = [each for each in inputs if isinstance(each, torch.Tensor) and each.requires_grad]
     if any(each is None for each in inputs) or not numbers <= {number for _, _, number in places}:

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import logging
 import math
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -176,7 +175,7 @@ class GraphPlanner:
               planning: Planning) -> None:
         """Capture the step in these regions."""
         kept = self._kept_code if planning.regions == self._kept_regions else None
-        unknown = OpenLoss(sys.maxsize if self._has_other_loss else self._input_bytes)
+        unknown = OpenLoss(math.inf if self._has_other_loss else self._input_bytes)
         early = self._early if self._may_free(planning) else None
         headroom = self._probe_headroom(model)
         with watched(None) as report:
