@@ -20,19 +20,24 @@ import torch
 from torch import nn
 
 from planner._apply.rewrite_spec import CallSignature, InputKey, ParameterKey, RewriteSpec
-from planner._graph_capture.module_forward import hooks_and_classes_within, own_forward
+from planner._graph_capture.module_forward import (
+    Forward,
+    hooks_and_classes,
+    modules_of,
+    parameters_of,
+)
 
 
-def signature_of(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
-                 ) -> CallSignature:
-    """Return the signature of the call `model(*args, **kwargs)` under the current settings."""
-    own = own_forward(model)
+def signature_of(model: nn.Module, own: Forward | None, args: Sequence[Any],
+                 kwargs: Mapping[str, Any]) -> CallSignature:
+    """Return the signature of the call `model(*args, **kwargs)` under the current settings.
+    `own`: the forward that the instance has; `None`: that of its class."""
     wrapper = None if own is None else (
         f"{getattr(own, '__module__', '')}.{getattr(own, '__qualname__', type(own).__name__)}"
         .removesuffix(".<locals>.forward"))
     attention = getattr(getattr(model, "config", None), "_attn_implementation", None)
     return CallSignature(
-        inputs=tuple(_input_keys(_named_arguments(model, args, kwargs))),
+        inputs=tuple(_input_keys(_named_arguments(model, own, args, kwargs))),
         autocast=autocast_state(), wrapper=wrapper,
         attention=attention if isinstance(attention, str) else None)
 
@@ -51,11 +56,14 @@ class Call:
     """A hash of the classes of the submodules."""
 
     @classmethod
-    def of(cls, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
-        """Describe the call `model(*args, **kwargs)` under the current settings."""
-        return cls(signature_of(model, args, kwargs), model.training,
-                   tuple(p.requires_grad for p in model.parameters()),
-                   *hooks_and_classes_within(model))
+    def of(cls, model: nn.Module, own: Forward | None, args: Sequence[Any],
+           kwargs: Mapping[str, Any]) -> Call:
+        """Describe the call `model(*args, **kwargs)` under the current settings.  `own`: as for
+        `signature_of`."""
+        modules = modules_of(model)
+        return cls(signature_of(model, own, args, kwargs), model.training,
+                   tuple(p.requires_grad for p in parameters_of(modules)),
+                   *hooks_and_classes(modules))
 
     def may_be_served_as(self, planned: Call) -> bool:
         """Return whether this may be the same graph with no tensor larger."""
@@ -95,10 +103,10 @@ def planned_sizes(signature: CallSignature) -> dict[str, tuple[int, ...]]:
     return {key.name: tuple(_dtype_and_sizes(key.kind)[1]) for key in signature.inputs}
 
 
-def input_tensors(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
-                  ) -> dict[str, torch.Tensor]:
+def input_tensors(model: nn.Module, own: Forward | None, args: Sequence[Any],
+                  kwargs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     """The tensors among the arguments of a call, by the names that `Call.sizes` has."""
-    return {name: value for name, value in _leaves(_named_arguments(model, args, kwargs))
+    return {name: value for name, value in _leaves(_named_arguments(model, own, args, kwargs))
             if isinstance(value, torch.Tensor)}
 
 
@@ -145,11 +153,11 @@ def differences(spec: RewriteSpec, model: nn.Module, now: CallSignature) -> list
     return found + words
 
 
-def _named_arguments(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
-                     ) -> dict[str, Any]:
+def _named_arguments(model: nn.Module, own: Forward | None, args: Sequence[Any],
+                     kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments by name, including positional ones."""
     try:
-        bound = inspect.signature(model.forward).bind(*args, **kwargs)
+        bound = inspect.signature(own or type(model).forward.__get__(model)).bind(*args, **kwargs)
     except (TypeError, ValueError):  # Arguments that do not bind are numbered.
         return {**{f"argument {index}": value for index, value in enumerate(args)}, **kwargs}
     named: dict[str, Any] = {}

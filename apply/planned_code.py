@@ -14,7 +14,7 @@ from planner._apply.errors import PlanMismatch
 from planner._apply.plan_backend import Fallback, PlanBackend
 from planner._apply.rewrite_spec import RewriteSpec
 from planner._graph_capture.dynamo.traced_code import TracedCode
-from planner._graph_capture.module_forward import Forward
+from planner._graph_capture.module_forward import Forward, modules_of, parameters_of
 from planner._graph_capture.output_tensors import output_tensors
 from planner._graph_capture.torch_compat import (
     BackendCompilerFailed,
@@ -103,7 +103,7 @@ class CompiledCode:
         backend.block = block
         backend.has_run = backend.has_begun = False
         backend.planned_runs, backend.running = 0, module
-        trained = tuple(p.requires_grad for p in module.parameters())
+        trained = tuple(p.requires_grad for p in parameters_of(modules_of(module)))
         if trained not in self._compiled:
             self._compiled[trained] = self._compile()
         # Around blocks that is so already.

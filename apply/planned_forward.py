@@ -66,8 +66,7 @@ class CountingForward(ForwardOverride):
 
     def call_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
         """Describe a call of the forward beneath this one."""
-        with in_place_of_forward(self.__self__, self.inner):
-            return Call.of(self.__self__, args, kwargs)
+        return Call.of(self.__self__, self.inner, args, kwargs)
 
     def explained(self, spec: RewriteSpec, error: PlanMismatch, call: Call) -> PlanMismatch:
         """Return the error with the differences from the rewrite spec's call signature in front."""

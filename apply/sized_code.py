@@ -15,7 +15,7 @@ from planner._apply.rewrite_spec import RewriteSpec, SymbolicSizes
 from planner._apply.same_step import difference_from_step
 from planner._apply.size_expressions import number
 from planner._apply.symbolic_code import SizesNotPlanned, SymbolicCallable, SymbolicCode
-from planner._graph_capture.module_forward import Forward, in_place_of_forward
+from planner._graph_capture.module_forward import Forward
 
 
 class SizedCode(SymbolicCode):
@@ -46,8 +46,7 @@ class SizedCode(SymbolicCode):
 
     def _tensors(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, torch.Tensor]:
         assert self._called is not None, "it is being called"
-        with in_place_of_forward(*self._called):
-            return input_tensors(self._called[0], args, kwargs)
+        return input_tensors(*self._called, args, kwargs)
 
     def _adopt(self, target: SymbolicCallable) -> None:
         """Run the rewrite spec on this graph; raises `PlanMismatch` where it is another one."""

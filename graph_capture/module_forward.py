@@ -18,7 +18,7 @@ import copy
 import functools
 import inspect
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Self
 from weakref import WeakValueDictionary
 
@@ -243,30 +243,42 @@ def _closure(function: types.FunctionType) -> tuple[Any, ...]:
     return tuple(map(content, function.__closure__ or ()))
 
 
+def modules_of(model: nn.Module) -> list[nn.Module]:
+    """The list of `model.modules()`, made several times faster, for what runs at each step."""
+    found, seen = [model], {id(model)}
+
+    def visit(module: nn.Module) -> None:
+        for child in module._modules.values():
+            if child is not None and id(child) not in seen:
+                seen.add(id(child))
+                found.append(child)
+                if child._modules:
+                    visit(child)
+
+    visit(model)
+    return found
+
+
+def parameters_of(modules: Iterable[nn.Module]) -> list[nn.Parameter]:
+    """The parameters of `modules_of` a model, as `model.parameters()` lists them."""
+    return [*{id(parameter): parameter for module in modules
+              for parameter in module._parameters.values() if parameter is not None}.values()]
+
+
 def hooks_within(model: nn.Module) -> tuple[int, ...]:
     """The hooks of a model's submodules, by module and code; hooks of the model itself run around
     its forward and are left out."""
-    return hooks_and_classes_within(model)[0]
+    return hooks_and_classes(modules_of(model))[0]
 
 
-def hooks_and_classes_within(model: nn.Module) -> tuple[tuple[int, ...], int]:
-    """`hooks_within`, and a hash of the classes of the submodules, which changes if one is replaced
-    by one of another class, or parametrized."""
-    hooks: list[int] = []
-    classes: list[int] = []
-    waiting = [*model._modules.values()]
-    while waiting:  # runs at each step, so without `modules()`, which is several times slower
-        module = waiting.pop()
-        if module is None:
-            continue
-        classes.append(id(type(module)))
-        attributes = vars(module)
-        for kind in _HOOKS:
-            if attributes[kind]:
-                hooks += [hash((len(classes), kind, id(getattr(hook, "__code__", type(hook)))))
-                          for hook in attributes[kind].values()]
-        waiting += attributes["_modules"].values()
-    return tuple(hooks), hash(tuple(classes))
+def hooks_and_classes(modules: Sequence[nn.Module]) -> tuple[tuple[int, ...], int]:
+    """`hooks_within` the first of these modules, which contains the others, and a hash of the
+    others' classes, which changes if one is replaced by one of another class, or parametrized."""
+    within = modules[1:]
+    hooks = [hash((number, kind, id(getattr(hook, "__code__", type(hook)))))
+             for number, module in enumerate(within) for kind in _HOOKS
+             if (found := vars(module)[kind]) for hook in found.values()]
+    return tuple(hooks), hash(tuple(id(type(module)) for module in within))
 
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")

@@ -21,6 +21,7 @@ from planner._graph_capture.capture import CapturedStep, SymbolicStep, capture_s
 from planner._graph_capture.dynamo.blocks import REPEATED_BLOCKS, has_repeated_blocks
 from planner._graph_capture.dynamo.traced_code import TracedCode
 from planner._graph_capture.fake_copies.fake import device_planned_for
+from planner._graph_capture.module_forward import own_forward
 from planner._graph_capture.op_costs.headroom import ProbeHeadroom
 from planner._graph_capture.optimizer.in_backward import EarlyGradients
 from planner._graph_capture.plain_step.loss import LossFn
@@ -235,7 +236,7 @@ def _captured(model: nn.Module, inputs: object, planning: Planning, progress: Pr
     planning = with_wrappers(model, planning)
     model = unwrapped(model)
     symbolic = None if trace is None or trace.step is None else trace.step.at(
-        input_tensors(model, args, kwargs))
+        input_tensors(model, own_forward(model), args, kwargs))
     step = capture_call(model, args, kwargs, planning, progress, symbolic=symbolic)
     dynamic = planning.dynamic if trace is None else None if trace.step else trace.dimensions
     if dynamic:
@@ -249,7 +250,7 @@ def _captured(model: nn.Module, inputs: object, planning: Planning, progress: Pr
             step = capture_call(model, args, kwargs, planning, progress, symbolic=symbolic)
             if trace is not None:
                 trace.step = symbolic
-    signature = signature_of(model, args, kwargs)
+    signature = signature_of(model, own_forward(model), args, kwargs)
     if planning.autocast_dtype is not None:
         signature = replace(signature, autocast=autocast_words(
             {torch.device(step.graph.device).type: planning.autocast_dtype}))
@@ -275,9 +276,9 @@ def symbolic_step(step: CapturedStep, model: nn.Module, args: tuple[Any, ...],
     `CaptureError`."""
     if progress is not None:
         progress("capturing the step with symbolic sizes")
-    named = named_dimensions(dynamic, input_tensors(model, args, kwargs))
+    named = named_dimensions(dynamic, input_tensors(model, own_forward(model), args, kwargs))
     symbolic = trace_symbolic(
-        step, lambda fake: input_tensors(model, fake.args, fake.kwargs), named)
+        step, lambda fake: input_tensors(model, own_forward(model), fake.args, fake.kwargs), named)
     wanted = {size for places in named.values() for size in places.values()}
     fixed = sorted(wanted - symbolic.region.smallest.keys())
     if isinstance(dynamic, Mapping) and fixed:

@@ -199,15 +199,20 @@ def quiet_fake_tensors() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _quiet(*names: str) -> Iterator[None]:
-    """Inside, these loggers report only critical messages."""
-    levels = {name: logging.getLogger(name).level for name in names}
-    for name in levels:
-        logging.getLogger(name).setLevel(logging.CRITICAL)
+    """Inside, these loggers report only critical messages.  A filter, as a level would empty the
+    caches of all loggers."""
+    loggers = [logging.getLogger(name) for name in names]
+    for each in loggers:
+        each.addFilter(_is_critical)
     try:
         yield
     finally:
-        for name, level in levels.items():
-            logging.getLogger(name).setLevel(level)
+        for each in loggers:
+            each.removeFilter(_is_critical)
+
+
+def _is_critical(record: logging.LogRecord) -> bool:
+    return record.levelno >= logging.CRITICAL
 
 
 def wrapping_data_parallel() -> nn.Module | None:
@@ -219,7 +224,7 @@ def wrapping_data_parallel() -> nn.Module | None:
 def sharded_module(model: nn.Module) -> str | None:
     """The first of a model's modules to which `fully_shard` was applied, if any."""
     fsdp = sys.modules.get("torch.distributed.fsdp")  # slow to import
-    return None if fsdp is None else next(
+    return None if fsdp is None or not torch.distributed.is_initialized() else next(
         (name or type(model).__name__ for name, module in model.named_modules()
          if isinstance(module, fsdp.FSDPModule)), None)
 

@@ -277,8 +277,7 @@ class PlanningForward(ObservingForward):
                   if isinstance(leaf, torch.Tensor)]
         if (not dynamic and not any(marked)) or self.settings.on_new == "refuse":
             return {}
-        with in_place_of_forward(self.__self__, self.inner):
-            tensors = input_tensors(self.__self__, args, kwargs)
+        tensors = input_tensors(self.__self__, self.inner, args, kwargs)
         return {**{name: {place: size_name(name, place) for place in places}
                    for name, tensor in tensors.items() if (places := marked_dimensions(tensor))},
                 **named_dimensions(dynamic, tensors)}

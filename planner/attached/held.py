@@ -21,6 +21,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from planner._graph_capture.fake_copies.storage_less import is_storage_less
 from planner._graph_capture.memory.allocator import allocated_bytes, requested_bytes
 from planner._graph_capture.memory.sparse import strided_tensors
+from planner._graph_capture.module_forward import modules_of, parameters_of
 from planner._graph_capture.torch_compat import is_functional, pytree, storage_key
 
 _PLAIN = (torch.Tensor, nn.Parameter)
@@ -34,7 +35,12 @@ def device_of(model: nn.Module) -> torch.device:
 def gradients_of(model: nn.Module) -> list[torch.Tensor]:
     """The gradients of the model's parameters, which `torch.func.functional_call` may replace by
     results, of which torch keeps none."""
-    return [gradient for parameter in model.parameters()
+    return gradients_among(parameters_of(modules_of(model)))
+
+
+def gradients_among(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """`gradients_of` the model that has these parameters."""
+    return [gradient for parameter in parameters
             if parameter.is_leaf and (gradient := parameter.grad) is not None]
 
 

@@ -9,7 +9,7 @@ Blind spot: hooks that come after the first backward, until it is observed again
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 from weakref import ref
@@ -28,7 +28,7 @@ class HookWatch:
         self.early = {name: 0 for name, parameter in model.named_parameters()
                       if parameter.requires_grad and hooks_of_whole_gradient(parameter)}
         """Gradients that hooks free, and what they allocate meanwhile."""
-        self.hook_signature = hook_signature(model)
+        self.hook_signature = hook_signature(model.parameters())
         """The hooks that it observes."""
         self.has_seen = False
         """True if a hook has run."""
@@ -85,8 +85,8 @@ class HookWatch:
             if parameter.grad is not None}
 
 
-def hook_signature(model: nn.Module) -> frozenset[tuple[str, int]]:
-    """Parameters with hooks, and the number of hooks of each."""
-    counts = ((name, len(hooks_of_gradient(parameter)) + len(hooks_of_whole_gradient(parameter)))
-              for name, parameter in model.named_parameters())
-    return frozenset((name, count) for name, count in counts if count)
+def hook_signature(parameters: Iterable[torch.Tensor]) -> frozenset[tuple[int, int]]:
+    """Numbers of the parameters with hooks, and the number of hooks of each."""
+    return frozenset(
+        (number, count) for number, parameter in enumerate(parameters)
+        if (count := len(hooks_of_gradient(parameter)) + len(hooks_of_whole_gradient(parameter))))

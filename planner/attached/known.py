@@ -49,6 +49,7 @@ from planner._graph_capture.fake_copies.data_dependent_values import data_depend
 from planner._graph_capture.fake_copies.fake import in_own_containers
 from planner._graph_capture.fake_copies.input_values import named_inputs
 from planner._graph_capture.memory.tracker import Workspace
+from planner._graph_capture.module_forward import own_forward
 from planner._graph_capture.op_costs.headroom import ProbeHeadroom
 from planner._graph_capture.optimizer.in_backward import EarlyGradients
 from planner._graph_capture.output_tensors import output_tensors
@@ -211,7 +212,7 @@ class GraphPlanner:
         self._step = with_held(self._step.without_recording(), held_bytes)
         self._tensors, self._inputs = tensor_keys(model), describe_inputs(args, kwargs)
         check_same_model(model, self._tensors, group_of(model))
-        self._signature = signature_of(model, args, kwargs)
+        self._signature = signature_of(model, own_forward(model), args, kwargs)
 
     def _may_be_by_blocks(self, planning: Planning) -> bool:
         return (planning.regions is None and self.is_alone and not self.is_whole

@@ -25,7 +25,9 @@ from planner._graph_capture.module_forward import (
     Forward,
     ForwardOverride,
     forward_override,
+    modules_of,
     own_forward,
+    parameters_of,
     set_forward,
 )
 from planner._graph_capture.optimizer.named import instances
@@ -34,7 +36,14 @@ from planner._graph_capture.plain_step.observed_loss import LossWatch
 from planner._graph_capture.torch_compat import pytree, running_node_number, storage_key
 from planner.arguments.budget import Budget
 from planner.arguments.planning import Planning
-from planner.attached.held import LoopMemory, bytes_on, device_of, gradients_of, tensors_of
+from planner.attached.held import (
+    LoopMemory,
+    bytes_on,
+    device_of,
+    gradients_among,
+    gradients_of,
+    tensors_of,
+)
 from planner.attached.hooks import HookWatch, hook_signature
 from planner.attached.measuring import (
     MeasuredPeak,
@@ -135,6 +144,8 @@ class ObservingForward(CountingForward):
         self._loop, self._begun = LoopMemory(), next(_clock)
         self._began_in_step = False
         self._last_call = 0
+        self._parameters: list[nn.Parameter] = []
+        """Those that the model had as the last call began."""
         self._hooks: HookWatch | None = None
         self._graphs_of_step: WeakSet[PlannedGraph] = WeakSet()
         """Graphs of all planned models that were called since this one's optimizer stepped."""
@@ -147,13 +158,14 @@ class ObservingForward(CountingForward):
     def _begin_call(self) -> None:
         """Reset per-call state."""
         self._in_backward, self._last_call = False, next(_clock)
+        self._parameters = parameters_of(modules_of(self.__self__))
 
     def _observe_hooks(self) -> None:
         """See what hooks of the parameters do with gradients, in one backward."""
         watch = self._hooks
         if watch is not None and watch.has_seen and watch.end():
             self._learned += 1
-        if watch is None or watch.hook_signature != hook_signature(self.__self__):
+        if watch is None or watch.hook_signature != hook_signature(self._parameters):
             if watch is not None:
                 watch.end()
             self._hooks = watch = HookWatch(self.__self__)
@@ -217,7 +229,7 @@ class ObservingForward(CountingForward):
     def _has_gradients(self) -> bool:
         """True if gradients exist to which the next ones are added."""
         return (self._defers_reduction or self.settings.planning.accumulation > 1
-                or bool(gradients_of(self.__self__)))
+                or bool(gradients_among(self._parameters)))
 
     def _look_outside(self, graph: PlannedGraph, args: tuple[Any, ...], kwargs: dict[str, Any]
                       ) -> None:

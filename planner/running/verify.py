@@ -195,7 +195,7 @@ def verify(model: nn.Module, plan: Plan, inputs: object = None, *,
             kwargs = {**dict(plan.spec.overrides), **kwargs}
             captured = _compiled(model, "aot_eager")
             plain = _outcome(model, lambda: step(captured))
-    tensors, varied = input_tensors(model, args, kwargs), plan.spec.sizes
+    tensors, varied = input_tensors(model, own_forward(model), args, kwargs), plan.spec.sizes
     sizes = {} if varied is None else {
         each.size: tensors[each.input].size(each.dimension) for each in varied.dimensions}
     predicted = plan.peak_bytes_at(**sizes)

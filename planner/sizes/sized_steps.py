@@ -24,6 +24,7 @@ import torch
 from torch import nn
 
 from planner._apply.call_signature import Call
+from planner._graph_capture.module_forward import own_forward
 from planner._graph_capture.torch_compat import pytree
 from planner.api import SymbolicTrace, prepare_step
 from planner.arguments.inputs import join_inputs, split_inputs
@@ -143,7 +144,7 @@ class SizedSteps:
                 or planning.budget_of == "reserved" or planning.optimizer_in_backward
                 or planning.regions not in (None, "model")):
             return None
-        call = Call.of(model, *split_inputs(model, inputs))
+        call = Call.of(model, own_forward(model), *split_inputs(model, inputs))
         if self._first is None:
             self._first = call
             return None
