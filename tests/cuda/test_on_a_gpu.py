@@ -33,9 +33,9 @@ GRID = [*product(EAGER, ("eager",), (None, "80%", "60%"), (None, "bf16")),
         *product(COMPILED, ("inductor",), (None, "60%"), (None, "bf16"))]
 
 
-def case_on_gpu(name: str):
+def case_on_gpu(name: str, **sizes: int):
     with torch.device("cuda"):  # what a loss holds, too
-        case = BUILDERS[name]()
+        case = BUILDERS[name](**sizes)
     return case.model, case.inputs, case.loss_fn
 
 
@@ -55,8 +55,8 @@ def test_a_plan_holds_on_the_gpu(name, backend, budget, autocast):
 @pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 def test_a_loop_of_several_lengths_stays_within_its_budget(optimizer, autocast):
-    model, inputs, _ = case_on_gpu("gpt2")
-    ids = inputs["input_ids"].repeat(16, 2)
+    model, inputs, _ = case_on_gpu("gpt2", batch=32, seq=64)
+    ids = inputs["input_ids"]
     batches = [ids[:, :length].clone() for length in (64, 64, 40, 52, 33, 64)]
     stepper = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}[optimizer](
         model.parameters(), lr=1e-3)
