@@ -84,10 +84,13 @@ def highest_requested_bytes(device: torch.device) -> int:
 
 
 def _statistic(device: torch.device, what: str) -> int:
-    found = torch.cuda.memory_stats(device)  # empty before anything was allocated
+    # Not `memory_stats`, which takes longer than a call of a planned block may.
+    found = torch.cuda.memory_stats_as_nested_dict(device)
+    if not found:  # before anything was allocated
+        return 0
     # The allocator of the driver (`cudaMallocAsync`) does not count requests.
-    requested: int = found.get(f"requested_bytes.all.{what}", 0)
-    return requested or found.get(f"allocated_bytes.all.{what}", 0)
+    requested: int = found["requested_bytes"]["all"][what]
+    return requested or int(found["allocated_bytes"]["all"][what])
 
 
 def record_stages(stages: Sequence[Callable[[], object]]) -> tuple[AllocationRecord, ...]:
