@@ -67,13 +67,16 @@ _with_workspaces: set[torch.device] = set()
 
 
 def _take_workspaces(device: torch.device) -> None:
-    """Let torch allocate the workspaces of cuBLAS that it keeps, for this thread and for that of
-    the backward, before what is held is counted."""
+    """Let torch allocate the workspaces of cuBLAS and cuBLASLt (`addmm`) that it keeps, for this
+    thread and for that of the backward, before what is held is counted."""
     if device not in _with_workspaces:
         _with_workspaces.add(device)
         with torch.enable_grad(), torch.autocast("cuda", enabled=False):
-            matrix = torch.ones(8, 8, device=device, requires_grad=True)
-            (matrix @ matrix).sum().backward()
+            matrix = torch.ones(64, 64, device=device, requires_grad=True)
+            bias = torch.ones(64, device=device)
+            product = torch.addmm(bias, matrix @ matrix, matrix)
+            product.register_hook(lambda gradient: torch.addmm(bias, gradient, gradient))
+            product.sum().backward()
 
 
 class LoopMemory:
