@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import types
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -156,8 +157,9 @@ def differences(spec: RewriteSpec, model: nn.Module, now: CallSignature) -> list
 def _named_arguments(model: nn.Module, own: Forward | None, args: Sequence[Any],
                      kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments by name, including positional ones."""
+    forward = types.MethodType(type(model).forward, model) if own is None else own
     try:
-        bound = inspect.signature(own or type(model).forward.__get__(model)).bind(*args, **kwargs)
+        bound = inspect.signature(forward).bind(*args, **kwargs)
     except (TypeError, ValueError):  # Arguments that do not bind are numbered.
         return {**{f"argument {index}": value for index, value in enumerate(args)}, **kwargs}
     named: dict[str, Any] = {}

@@ -23,7 +23,7 @@ from planner._apply.call_signature import Call, input_tensors
 from planner._apply.symbolic_code import Schedule, SymbolicCallable, SymbolicCode
 from planner._graph_capture.capture import SymbolicStep
 from planner._graph_capture.joint_graph.symbolic_sizes import Values
-from planner._graph_capture.module_forward import Forward, in_place_of_forward, own_forward
+from planner._graph_capture.module_forward import Forward
 from planner._graph_capture.step.symbolic_region import NamedDimensions, SymbolicRegion
 from planner._graph_capture.torch_compat import no_active_modes, pytree
 from planner.arguments.inputs import size_name
@@ -58,8 +58,7 @@ class SymbolicGraph(PlannedGraph):
         self._is_for_more_sizes = False
 
         def tensors_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Mapping[str, torch.Tensor]:
-            with in_place_of_forward(module, inner):
-                return input_tensors(module, own_forward(module), args, kwargs)
+            return input_tensors(module, inner, args, kwargs)
 
         self.tensors_of = tensors_of
         self.code = SymbolicCode(module, fixed.planner.cotangents, tensors_of,
