@@ -22,6 +22,7 @@ import warnings
 from collections import OrderedDict, defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -40,10 +41,15 @@ from planner._graph_capture.memory.sparse import strided_tensors
 from planner._graph_capture.memory.trace import Block, Category, MemoryTrace
 from planner._graph_capture.memory.tracker import MemoryTracker, Workspace
 from planner._graph_capture.optimizer.named import instances, make_optimizers, optimizer_name
-from planner._graph_capture.optimizer.trajectory import OptimizerTrajectory, needs_closure
+from planner._graph_capture.optimizer.trajectory import (
+    OptimizerTrajectory,
+    needs_closure,
+    takes_closure,
+)
 from planner._graph_capture.torch_compat import (
     UnsupportedOperatorException,
     aten_name,
+    no_active_modes,
     optimizers_as_on,
     storage_key,
     without_hooks_of_all_optimizers,
@@ -146,8 +152,14 @@ def trace_optimizer_steps(
               torch.compiler.set_stance("force_eager"),
               warnings.catch_warnings()):
             warnings.simplefilter("ignore")  # the optimizer's own steps warn, too
-            return _Steps(optimizer, fake_copy, with_gradient, sparse or {},
-                          settings or OptimizerSettings(), workspace).trace()
+            make = partial(_Steps, optimizer, fake_copy, with_gradient, sparse or {},
+                           settings or OptimizerSettings(), workspace)
+            try:
+                return make().trace()
+            except Exception:
+                if not any(map(takes_closure, instances(optimizer) or ())):
+                    raise
+                return make(may_evaluate=True).trace()  # it needs the closure that it may take
     except Exception as error:
         what = failure(error) if isinstance(error, UnsupportedOperatorException) else error
         found = _as_it_is(name, instances(optimizer) or (), fake_copy)
@@ -176,8 +188,10 @@ class _Steps:
 
     def __init__(self, optimizer: object, fake_copy: FakeCopy,
                  with_gradient: Collection[str] | None, sparse: Mapping[str, torch.Tensor],
-                 settings: OptimizerSettings, workspace: Workspace) -> None:
-        self.settings = settings
+                 settings: OptimizerSettings, workspace: Workspace, *,
+                 may_evaluate: bool = False) -> None:
+        """`may_evaluate`: give a closure to each step that takes one."""
+        self.settings, self.may_evaluate = settings, may_evaluate
         # Some optimizers read the norm of an update.
         self.storage_less = storage_less = storage_less_copy(
             fake_copy, unknown_is_zero=True, device=torch.device("cpu"))
@@ -209,12 +223,20 @@ class _Steps:
         self.own_copies = [p for p in self.parameters if id(p) not in self.names]
         for group in groups:
             _choose_implementation(group, fake_copy.device, settings.implementation)
+        self.sparse, self.with_gradient = sparse, with_gradient
+        self._give_gradients()
+
+    def _give_gradients(self) -> None:
+        """Let each of the model's parameters have its gradient."""
         for parameter in self.parameters:
             known = self.names.get(id(parameter))
-            if known is not None and known in sparse:
-                parameter.grad = sparse[known]
-            elif known is not None and (with_gradient is None or known in with_gradient):
-                with storage_less.mode:  # outside of the tracker: gradients are not the optimizer's
+            if known is None or parameter.grad is not None:
+                continue
+            if known in self.sparse:
+                parameter.grad = self.sparse[known]
+            elif self.with_gradient is None or known in self.with_gradient:
+                # Outside of the tracker: gradients are not the optimizer's.
+                with no_active_modes(), self.storage_less.mode:
                     parameter.grad = torch.empty_like(parameter)
 
     def trace(self) -> OptimizerTrace:
@@ -239,6 +261,7 @@ class _Steps:
                     if parameter.grad is None:
                         parameter.grad = torch.empty_like(parameter)
                 own_gradients |= {tracker.number_of(p.grad) for p in self.own_copies}
+                self._give_gradients()
                 self._step(scaler)
             if self.settings.set_to_none:
                 for parameter in self.own_copies:
@@ -293,7 +316,8 @@ class _Steps:
         if scaler is not None and self.settings.grad_clip is not None:
             for stepper in self.steppers:
                 scaler.unscale_(stepper)
-        closures = [needs_closure(stepper) for stepper in self.steppers]
+        closures = [needs_closure(stepper) or (self.may_evaluate and takes_closure(stepper))
+                    for stepper in self.steppers]
         if not any(closures):
             self._clip()
         for stepper, closure in zip(self.steppers, closures, strict=True):
@@ -309,6 +333,7 @@ class _Steps:
     def _evaluate(self) -> torch.Tensor:
         """The closure: the model's part is traced elsewhere, and the gradients exist."""
         self.evaluations.append(self.tracker.event_count)
+        self._give_gradients()
         self._clip()
         return self.loss
 

@@ -36,8 +36,17 @@ _MOST_EVALUATIONS = 2000
 
 def needs_closure(optimizer: Optimizer) -> bool:
     """True if `step` cannot be called without a closure."""
-    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    closure = _closure_parameter(optimizer)
     return closure is not None and closure.default is inspect.Parameter.empty
+
+
+def takes_closure(optimizer: Optimizer) -> bool:
+    """True if `step` can be called with a closure."""
+    return _closure_parameter(optimizer) is not None
+
+
+def _closure_parameter(optimizer: Optimizer) -> inspect.Parameter | None:
+    return inspect.signature(type(optimizer).step).parameters.get("closure")
 
 
 class OptimizerTrajectory:

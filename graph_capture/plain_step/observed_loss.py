@@ -171,12 +171,18 @@ class UnmeasuredLoss:
 
     seen: ObservedLoss
     ops: tuple[NotedOp, ...]
+    forward_ops: int
+    """How many of the ops ran before the backward."""
 
     def measured(self, workspace: Workspace) -> ObservedLoss:
         """The loss with the workspace of each op."""
         peaks = [each.above_bytes + workspace(each.op, each.args, each.kwargs, each.out)
                  for each in self.ops]
-        return replace(self.seen, peak_bytes=max([self.seen.peak_bytes, *peaks]))
+        forward_bytes = self.seen.forward_peak_bytes
+        return replace(
+            self.seen, peak_bytes=max([self.seen.peak_bytes, *peaks]),
+            forward_peak_bytes=None if forward_bytes is None else max(
+                [forward_bytes, *peaks[:self.forward_ops]]))
 
 
 class LossWatch(MemoryTracker):
@@ -209,6 +215,7 @@ class LossWatch(MemoryTracker):
         self._is_plain = all(type(tensor) is torch.Tensor for tensor in tensors)
         self._hooks: list[Any] = []
         self._forward_peak_bytes: int | None = None
+        self._forward_ops = 0
 
     @property
     def is_possible(self) -> bool:
@@ -280,7 +287,7 @@ class LossWatch(MemoryTracker):
                 self.peak_bytes - output_bytes, held, outputs,
                 None if forward_bytes is None else forward_bytes - output_bytes)
             self._stop()
-            done(UnmeasuredLoss(seen, noted))
+            done(UnmeasuredLoss(seen, noted, self._forward_ops))
 
         return arrived
 
@@ -294,14 +301,15 @@ class LossWatch(MemoryTracker):
         if self._closed or any(issubclass(each, FakeTensor) for each in types):
             return func(*args, **(kwargs or {}))  # code that the loss compiles has no memory yet
         if self._forward_peak_bytes is None and runs_in_backward():
-            self._forward_peak_bytes = self.peak_bytes
+            self._forward_peak_bytes, self._forward_ops = self.peak_bytes, len(self._noted)
         return super().__torch_dispatch__(func, types, args, kwargs)
 
 
-def end_watches() -> None:
-    """End every watch that can be left now: later code belongs to no loss."""
+def end_watches(*, of_losses: bool = True) -> None:
+    """End every watch that can be left now: later code belongs to no loss.  `of_losses=False`: it
+    may, so that only watches leave that have seen all."""
     for mode in reversed(active_modes()):
-        if isinstance(mode, LossWatch):
+        if isinstance(mode, LossWatch) and (of_losses or mode.is_closed):
             mode.end()
         elif isinstance(mode, StepWatch) and mode.is_closed:
             mode.leave()

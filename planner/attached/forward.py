@@ -92,7 +92,7 @@ from planner.step.wrapped import defers_reduction, other_ranks
 log = logging.getLogger("planner")
 
 _TRIES = 4
-"""Attempts to plan a step for which no schedule serves its sizes."""
+"""Attempts to plan a step for which no schedule serves its sizes, and to observe a loss."""
 _MOST_CALLS = 256
 """Of how many kinds of calls it is remembered which graph has served them."""
 _HOOKS = (
@@ -164,14 +164,18 @@ class PlanningForward(ObservingForward):
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module's forward; in a training step, under a plan."""
-        end_watches()
-        self._end_watch()
-        self._begin_call()
         args = self.without_self(args)
-        if self.is_foreign() or not torch.is_grad_enabled() or not needs_gradient(
-                self.__self__, args, kwargs):
+        # A loss may call the model, or a frozen copy of it, for a target.
+        is_step = torch.is_grad_enabled() and needs_gradient(self.__self__, args, kwargs)
+        end_watches(of_losses=is_step)
+        if is_step:
+            self._end_watch()
+        self._begin_call()
+        if self.is_foreign():
             if torch.is_grad_enabled():
                 abandon()  # what is measured would be none of a step
+            is_step = False
+        if not is_step:
             return self.plain(*args, **kwargs)
         call = self.call_of(args, kwargs)
         if call not in self._served:
@@ -521,11 +525,13 @@ class PlanningForward(ObservingForward):
             return
         if planner.loss_is_outside and graph.loss is None and graph.unmeasured is None:
             watch = LossWatch(output, partial(_note_loss, ref(self), ref(graph)))
-            if watch.begin():
+            graph.tries_to_observe += 1
+            if not watch.is_possible or graph.tries_to_observe > _TRIES:
+                graph.loss = planner.assumed_loss
+                self._learned += 1
+            elif watch.begin():  # else another model's watch is active; next time
                 self._watch = watch
                 finalize(self, watch.end)  # else it would outlive the model
-            elif not watch.is_possible:  # Else another model's watch is active; next time.
-                graph.loss = planner.assumed_loss
         for each in observers():
             if isinstance(each, PlanningForward):
                 each._follow(graph)

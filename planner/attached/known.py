@@ -497,7 +497,10 @@ class GraphPlanner:
 
     def _needed(self, known: Known, prepared: PreparedStep, plan: Plan) -> int:
         variant = prepared.variant_of(plan.spec)
-        return known.outside.pending_bytes(variant, schedule_of(variant, plan.spec))
+        loss = known.loss if self._captured_with is None else None
+        if loss is not None and known.room_bytes > loss.peak_bytes:
+            loss = replace(loss, forward_peak_bytes=None)
+        return known.outside.pending_bytes(variant, schedule_of(variant, plan.spec), loss)
 
     def _accounted(self, known: Known, plan: Plan, pending_bytes: int, bound: float,
                    limit_bytes: int | None = None) -> Plan:

@@ -130,7 +130,7 @@ class Measurement:
 
 _under_way: list[Measurement] = []
 _last_watch: list[StepWatch] = []
-_undecided: deque[_Undecided] = deque(maxlen=_MOST_UNDECIDED)
+_undecided: deque[_Undecided] = deque()
 
 
 def begin_measuring(device: torch.device, held: Callable[[], Iterable[torch.Tensor]], *,
@@ -221,14 +221,18 @@ def _decide() -> None:
     """Compare the steps whose budget is known by now."""
     for each in [*_undecided]:
         graphs = [(call.forward(), call.graph()) for call in each.calls]
-        if any(graph is not None and not graph.is_settled for _, graph in graphs):
+        is_known = all(graph is None or graph.is_settled for _, graph in graphs)
+        if not is_known and len(_undecided) <= _MOST_UNDECIDED:
             continue
         _undecided.remove(each)
         budget_bytes = _budget_bytes(
             (forward, graph.plan) for forward, graph in graphs if graph is not None)
         if budget_bytes is not None and each.measured_bytes > budget_bytes:
             _report(each.calls, each.measured_bytes, each.predicted_bytes, budget_bytes,
-                    "in an earlier step, which ran before all of it was known; now it is")
+                    "in an earlier step, which ran before all of it was known; now it is"
+                    if is_known else
+                    "in an earlier step; the loss or the optimizer could not be observed, so that "
+                    "the plan does not count them")
 
 
 def _limits(calls: Iterable[_PlannedCall]) -> list[Budget | None]:

@@ -123,6 +123,8 @@ class ObservingForward(CountingForward):
         """Reset: nothing observed."""
         self._watch: LossWatch | None = None
         self._optimizers: list[ref[Optimizer]] = []
+        self._in_step: ref[Optimizer] | None = None
+        """The optimizer whose step runs; those that it steps itself are none of the loop's."""
         self._defers_reduction = self._backward_seen = self._in_backward = False
         self._learned = 0
         """Counts new observations."""
@@ -237,6 +239,8 @@ class ObservingForward(CountingForward):
         planner = graph.planner
         if planner is None or not planner.is_alone:
             return
+        if self._stepping_now and graph.is_held_known:
+            return  # what a step holds that calls the model is counted by its own trace
         device, optimizers = device_of(self.__self__), alive(self._optimizers)
         inputs = output_tensors((args, kwargs))
         own = [*planner.own_tensors, *tensors_of(self.__self__, optimizers), *inputs,
@@ -330,11 +334,18 @@ class ObservingForward(CountingForward):
                 return None
         return found or None
 
+    @property
+    def _stepping_now(self) -> Optimizer | None:
+        return None if self._in_step is None else self._in_step()
+
     def stepping(self, optimizer: Optimizer) -> None:
         """Record an optimizer if it steps this model's parameters."""
+        if self._stepping_now not in (None, optimizer):
+            return  # a part of the other's step
         self._end_watch()
         enter_phase("in the optimizer's step")
         if any(each() is optimizer for each in self._optimizers):
+            self._in_step = ref(optimizer)
             self._stepped(optimizer)
             return
         mine = {id(parameter) for parameter in self.__self__.parameters()}
@@ -343,7 +354,8 @@ class ObservingForward(CountingForward):
                 self._steps = self._planned_steps = 0  # what came before were parts of a step
                 self._counted = (0, 0)
             self._optimizers.append(ref(optimizer))
-            for graph in self.graphs:
+            self._in_step = ref(optimizer)
+            for graph in self.graphs if optimizer.state else ():
                 graph.forget_held()  # from here on the optimizer's tensors count as its own
             self._learned += 1
             self._stepped(optimizer)
@@ -352,6 +364,8 @@ class ObservingForward(CountingForward):
 
     def stepped(self, optimizer: Optimizer) -> None:
         """End the measurement of a step of this model's parameters."""
+        if self._stepping_now is optimizer:
+            self._in_step = None
         if any(each() is optimizer for each in self._optimizers):
             conclude()
 

@@ -16,7 +16,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from planner._graph_capture.capture import CapturedStep
-from planner._graph_capture.training_graph import Phase
+from planner._graph_capture.plain_step.observed_loss import ObservedLoss
+from planner._graph_capture.training_graph import LOSS_BACKWARD, Phase
 from planner.solvers.problem import Schedule
 from planner.solvers.simulator import unroll
 from planner.step.variant import Variant
@@ -101,11 +102,13 @@ class Outside:
             for each in moments) for moments in (self.forward, self.backward, self.plain_backward))
         return replace(self, forward=forward, backward=backward, plain_backward=plain_backward)
 
-    def pending_bytes(self, variant: Variant, schedule: Schedule) -> int:
+    def pending_bytes(self, variant: Variant, schedule: Schedule,
+                      loss: ObservedLoss | None = None) -> int:
         """The most memory that other calls keep, excluding the gradients that the variant counts,
         if all calls of this graph run this schedule.  Memory kept at a forward counts minus the
-        difference between the peaks of backward and forward."""
-        saved_bytes, ahead = _saved_and_ahead(variant, schedule)
+        difference between the peaks of backward and forward.  `loss`: the one outside the model,
+        whose forward is in the same op of the variant as its backward."""
+        saved_bytes, ahead = _saved_and_ahead(variant, schedule, loss)
         counted_bytes = variant.graph.resident.gradients_bytes
         gradient_bytes = counted_bytes or variant.graph.gradient_bytes
         return max(0, *(moment.held_bytes(saved_bytes, gradient_bytes) - counted_bytes
@@ -143,16 +146,20 @@ def saved_bytes(variant: Variant, schedule: Schedule) -> int:
     return _saved_and_ahead(variant, schedule)[0]
 
 
-def _saved_and_ahead(variant: Variant, schedule: Schedule) -> tuple[int, int]:
+def _saved_and_ahead(variant: Variant, schedule: Schedule, loss: ObservedLoss | None = None
+                     ) -> tuple[int, int]:
     """The saved bytes, and the peak of the backward minus the peak before it."""
     timeline = unroll(variant.problem, schedule)
-    ops, first = variant.graph.ops, dict[int, int]()
+    graph, first = variant.graph, dict[int, int]()
     for position, index in timeline.runs:
         first.setdefault(index, position)
     end = max((position for index, position in first.items()
-               if ops[index].phase is Phase.FORWARD), default=-1)
-    begin = min((position for index, position in first.items()
-                 if ops[index].phase is Phase.BACKWARD), default=len(timeline.schedule))
+               if graph.ops[index].phase is Phase.FORWARD), default=-1)
+    begin = first[graph.index_of[LOSS_BACKWARD]]
     saved = sum(variant.problem.storages[each.storage].size_bytes
                 for each in timeline.instances if each.birth <= end < each.death)
-    return saved, timeline.peak_bytes - max(timeline.memory_bytes[:begin], default=0)
+    before = max(timeline.memory_bytes[:begin], default=0)
+    if loss is not None:
+        rise = 0 if loss.forward_peak_bytes is None else loss.peak_bytes - loss.forward_peak_bytes
+        before = max(before, timeline.memory_bytes[begin] - rise)
+    return saved, timeline.peak_bytes - before

@@ -92,26 +92,37 @@ class Perturbed(torch.optim.Optimizer):
             each.copy_(self.state[each]["before"] - 0.1 * each.grad)
 
 
-@pytest.mark.filterwarnings("ignore:cannot trace a step of the optimizer")
-def test_an_optimizer_whose_step_cannot_be_traced_is_counted_by_its_state():
+def test_an_optimizer_that_evaluates_the_model_again_is_counted_to_the_byte():
     plain = layers()
-    net = planner.within(copy.deepcopy(plain), "90%", time_limit=1)
-    for each in (plain, net):
-        torch.manual_seed(0)
-        optimizer = Perturbed(each.parameters())
-        for _ in range(3):
+    net = copy.deepcopy(plain)
+    own = sum(each.nbytes for each in plain.parameters())
+
+    def steps_of(model: nn.Module) -> Callable[[], None]:
+        optimizer = Perturbed(model.parameters())
+
+        def step() -> None:
             x = torch.randn(64, 32)
 
-            def evaluate(each=each, x=x, optimizer=optimizer) -> None:
+            def evaluate() -> None:
                 optimizer.zero_grad()
-                each(x).square().mean().backward()
+                model(x).square().mean().backward()
 
             evaluate()
             optimizer.step(evaluate)
+
+        return step
+
+    torch.manual_seed(0)
+    record_stages([steps_of(plain)] * 3)
+    planner.within(net, "80%", time_limit=1)
+    torch.manual_seed(0)
+    *_, last = record_stages([steps_of(net)] * 3)
     for mine, theirs in zip(net.parameters(), plain.parameters(), strict=True):
         assert torch.equal(mine, theirs)
-    state_bytes = sum(each.nbytes for each in plain.parameters())
-    assert planner.plan_of(net).optimizer.state_bytes == state_bytes
+    plan = planner.plan_of(net)
+    assert plan.optimizer.state_bytes == pytest.approx(own, abs=128)
+    assert planner.status(net).steps == 3
+    assert own + last.peak_bytes == pytest.approx(plan.peak_bytes, rel=1e-3)
 
 
 def test_gradients_that_frozen_layers_have_kept_count():
@@ -306,3 +317,35 @@ def test_random_numbers_of_numpy_and_torch_in_one_forward():
         for mine, theirs in zip(net.parameters(), plain.parameters(), strict=True):
             assert (mine.grad is None) == (theirs.grad is None)
             assert mine.grad is None or torch.equal(mine.grad, theirs.grad)
+
+
+def contrast(net: nn.Module, teacher: nn.Module, queue: torch.Tensor) -> torch.Tensor:
+    """Momentum contrast: the target comes from a call without gradients."""
+    keys = F.normalize(net(torch.randn(256, 32)), dim=1)
+    with torch.no_grad():
+        queue[:256] = F.normalize(net(torch.randn(256, 32)), dim=1)
+    return F.cross_entropy(keys @ queue.T / 0.1, torch.arange(256))
+
+
+def distillation(net: nn.Module, teacher: nn.Module, queue: torch.Tensor) -> torch.Tensor:
+    x = torch.randn(256, 32)
+    return F.mse_loss(net(x), teacher(x))
+
+
+@pytest.mark.parametrize("loss_of", [contrast, distillation])
+def test_a_loss_that_calls_a_planned_model_for_its_target(loss_of):
+    net = planner.within(layers(4), "80%", time_limit=1)
+    teacher, queue = copy.deepcopy(net).requires_grad_(False), torch.randn(1024, 32)
+    optimizer = torch.optim.AdamW(net.parameters())
+
+    def step() -> None:
+        loss = loss_of(net, teacher, queue)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+    own = sum(each.nbytes for each in (*net.parameters(), *teacher.parameters(), queue))
+    *_, last = record_stages([step] * 4)
+    plan = planner.plan_of(net)
+    assert plan.limited_bytes <= plan.budget_bytes
+    assert own + last.peak_bytes == pytest.approx(plan.peak_bytes, rel=1e-3)
