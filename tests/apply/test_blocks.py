@@ -41,7 +41,6 @@ def plan_at(step: PreparedStep, share: float) -> planner.Plan:
     pytest.param("lora", {"layers": 3}, marks=pytest.mark.slow),
     pytest.param("autocast", {"layers": 2}, marks=pytest.mark.slow),
     pytest.param("block_twice", {"layers": 2}, marks=pytest.mark.slow),
-    pytest.param("t5", {"layers": 2}, marks=pytest.mark.slow),
     pytest.param("resnet", {"image": 32}, marks=pytest.mark.slow),
 ])
 def test_a_step_by_blocks_gives_the_same_numbers_within_its_budget(name, size):
