@@ -15,7 +15,6 @@ from tests.support.models import gpt2
 
 RANKS = {
     "ddp": planner.DataParallel("ddp", 2),
-    "bucket views": planner.DataParallel("ddp", 2, gradient_as_bucket_view=True),
     "zero1": planner.DataParallel("zero1", 2),
     "zero2": planner.DataParallel("zero2", 4),
     "fsdp2": planner.DataParallel("fsdp2", 2),
