@@ -36,9 +36,9 @@ from planner._graph_capture.joint_graph.pipeline import (
     lower_joint_graph,
 )
 from planner._graph_capture.joint_graph.replay import is_random
+from planner._graph_capture.model_state import TorchState
 from planner._graph_capture.torch_compat import (
     Branch,
-    ForwardState,
     OpOverload,
     PartitionFunction,
     aot_backend,
@@ -123,8 +123,7 @@ class PlanBackend(OutputWatcher):
         # Compiled code refers to this object, and torch's cache, which the garbage collector does
         # not see, refers to the code: a model that the caller deletes would stay.
         self._model = weakref.ref(model)
-        self._spec = spec
-        self._regions = tuple(range(len(spec.regions)) if regions is None else regions)
+        self._choose(spec, regions)
         self._compiled_regions = 0
         self._lowered: dict[fx.GraphModule, LoweredGraphs] | None = None
         self.block = ""
@@ -156,18 +155,25 @@ class PlanBackend(OutputWatcher):
         self._code: TracedCode | None = None
         """Keeps the code that refers to its graphs weakly."""
 
+    def _choose(self, spec: RewriteSpec, regions: Sequence[int] | None) -> None:
+        """Take the graphs from these regions of a rewrite spec."""
+        self._spec = spec
+        self._regions = tuple(range(len(spec.regions)) if regions is None else regions)
+        self._lacks_gradients = any(False in spec.regions[index].cotangents
+                                    for index in self._regions)
+
     def exchange(self, spec: RewriteSpec, regions: Sequence[int] | None = None) -> bool:
         """Run under another rewrite spec of the same graphs from the next call on, without tracing;
         return whether that is possible.  `regions`: as for the constructor."""
-        earlier, self._spec = (self._spec, self._regions), spec
-        self._regions = tuple(range(len(spec.regions)) if regions is None else regions)
+        earlier = self._spec, self._regions
+        self._choose(spec, regions)
         try:
             self._run_kept_code()
             made = [self._schedules(each) for each in self._traced]
         except PlanMismatch:
             made = []
         if not made:
-            self._spec, self._regions = earlier
+            self._choose(*earlier)
             return False
         for each, schedules in zip(self._traced, made, strict=True):
             each.schedules, each.unlike = schedules, {}
@@ -201,7 +207,7 @@ class PlanBackend(OutputWatcher):
         if self._lowered is None:
             self._lowered = {}
         other = copy.copy(self)
-        other._spec, other._regions = spec, tuple(regions)
+        other._choose(spec, regions)
         return other
 
     def __call__(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
@@ -367,8 +373,7 @@ class PlanBackend(OutputWatcher):
             self.has_run = True
             self.has_begun |= not leaves_no_trace
             # Such gradients are computed again of the graph as it is written.
-            state = ForwardState(args) if self.fallback is not None and any(
-                False in self._spec.regions[index].cotangents for index in self._regions) else None
+            state = TorchState(args) if self.fallback and self._lacks_gradients else None
             outputs = compiled(*args)
             pass_absent_gradients(outputs)
             differentiate_again(outputs, args, module, self.tell_of_double_backward,

@@ -432,16 +432,15 @@ def capture_step(
         uses = region_uses(recording, JointVariant(inductor, low_peak=True))
         variants.append(variant(uses, low_peak=True))
 
-    # Code behind the regions, or a loss of the caller's, might read the output.  Inductor's blocks
-    # took more memory without it (GPT-2: 4%), for unknown reasons.
-    elides_output = not holds_output and loss_fn is None and (
-        recording.uncaptured is None
-        or (not inductor and recording.uncaptured.makes_nothing_after(len(recording.calls) - 1)))
-
     @quiet_fake_tensors()
     @undisturbed_autograd()
     @fewer_collections()
     def chunked(chunks: Chunks) -> tuple[StepVariant, ...]:
+        # Code behind the regions, or a loss of the caller's, might read the output.  Inductor's
+        # blocks took more memory without it (GPT-2: 4%), for unknown reasons.
+        uncaptured = recording.uncaptured
+        elides_output = not holds_output and loss_fn is None and (uncaptured is None or (
+            not inductor and uncaptured.makes_nothing_after(len(recording.calls) - 1)))
         found = []
         for widest, inner in chunks if symbolic is None else ():
             cut = region_uses(

@@ -174,7 +174,8 @@ class PlanningForward(ObservingForward):
                 abandon()  # what is measured would be none of a step
             return self.plain(*args, **kwargs)
         call = self.call_of(args, kwargs)
-        if call not in self._served:
+        known = self._served.get(call)
+        if known is None:
             self._watch_next_steps()
         if not self._optimizers and self._backward_seen and not self._has_gradients:
             self._end_step()
@@ -182,15 +183,14 @@ class PlanningForward(ObservingForward):
         self._observe_hooks()
         self._begin_measuring(args, kwargs)
         enter_phase(f"in the forward of {self._name}")
-        known = self._served.get(call)
         if known is not None and known.is_differentiated_again:
-            self._calls += 1
+            self._counts.calls += 1
             self.steps.count(_DIFFERENTIATED_AGAIN)
             return self.plain(*args, **kwargs)
         present = Present.now(has_gradients=self._has_gradients,
                               gradient_bytes=self._others_gradient_bytes)
         try:
-            graph, output = self._step(call, present, args, kwargs)
+            graph, output = self._step(call, known, present, args, kwargs)
         except CaptureError:
             self.plain(*args, **kwargs)  # what the model raises itself is for the caller to handle
             raise
@@ -202,13 +202,14 @@ class PlanningForward(ObservingForward):
         self.steps.count(reason)
         note_call(self, graph, is_planned=reason is None)
         enter_phase(f"after the forward of {self._name}, for example by the loss")
-        self._calls += 1
+        self._counts.calls += 1
         self._observe(graph, present, output)
         return output
 
-    def _step(self, call: Call, present: Present, args: tuple[Any, ...],
-              kwargs: dict[str, Any]) -> tuple[PlannedGraph, Any]:
-        """Run the step under a plan that serves it; returns that graph, and the output."""
+    def _step(self, call: Call, known: PlannedGraph | None, present: Present,
+              args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[PlannedGraph, Any]:
+        """Run the step under a plan that serves it; returns that graph, and the output.  `known`:
+        the graph that has served such a call."""
         named = self._named_sizes(args, kwargs)
         symbolic = None if self.settings.on_new == "refuse" or self._early else (
             self._symbolic.graph_for(call, self.graphs, at_once=bool(named)))
@@ -223,7 +224,6 @@ class PlanningForward(ObservingForward):
                         "budget; steps are planned with these outputs from now on", self._name)
             self._has_other_loss = True
             self.graphs.clear()
-        known = self._served.get(call)
         for graph in sorted(self.graphs, key=lambda graph: graph is not known):
             if not graph.may_serve(call):
                 continue
@@ -448,7 +448,7 @@ class PlanningForward(ObservingForward):
         graph.adopt(self.__self__, plan)
         planner.note_saved(plan, counted)
         graph.plans_made += 1
-        self._plans += 1
+        self._counts.plans += 1
         self._watch_next_steps()
         self._learned += 1
         graph.checked = self._learned
@@ -553,7 +553,7 @@ class PlanningForward(ObservingForward):
             # frame and would keep its variables alive beyond the step.
             gc.collect()
             restore()
-            self._planning_seconds += time.monotonic() - started
+            self._counts.planning_seconds += time.monotonic() - started
 
     def _words(self, known: Known) -> str:
         if self.settings.planning.optimizer is not None and known.optimizers is None:

@@ -142,9 +142,7 @@ class GraphPlanner:
         self._has_captured = False
         self.has_control_flow = False
         """True if values of tensors decide the step's control flow."""
-        self._earlier: Plan | None  # the last one of this graph
-        self._capture(model, args, dict(kwargs), planning)
-        self._earlier = earlier
+        self._capture(model, args, dict(kwargs), planning, earlier)
         self.saved_bytes = 0
         """Memory that a call keeps from the end of its forward to its backward, under the last
         plan."""
@@ -152,11 +150,11 @@ class GraphPlanner:
         """True if the caller computes the loss, by unknown code."""
 
     def _capture(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
-                 planning: Planning) -> None:
+                 planning: Planning, earlier: Plan | None = None) -> None:
         self._with_loss: tuple[tuple[ObservedLoss, int], CapturedStep] | None = None
         self._captured_with: ObservedLoss | None = None  # the loss that the step was captured with
         self._captured_without_output = False
-        self._earlier = None
+        self._earlier = earlier  # the last plan of this graph
         self._made: list[tuple[tuple[Known, int, str | None], PreparedStep]] = []
         self._input_bytes = sum(tensor.nbytes for tensor in output_tensors((args, kwargs)))
         planning = with_wrappers(model, planning)
