@@ -45,7 +45,12 @@ from planner._graph_capture.module_forward import (
     in_place_of_forwards,
     own_forward,
 )
-from planner._graph_capture.torch_compat import as_plain_code, called_unseen, pytree
+from planner._graph_capture.torch_compat import (
+    as_plain_code,
+    called_unseen,
+    compile_settings,
+    pytree,
+)
 
 
 class PlannedBlocks:
@@ -127,7 +132,8 @@ class PlannedBlocks:
             *self._code_of.items(), *((name, None) for name in self._alike)) if name]
         rest = self._code_of.get("")
         unseen = () if rest is None else [block for _, block, _ in blocks]
-        with (nullcontext() if self._is_compiled else as_plain_code(tensors_of(args, kwargs)),
+        with (compile_settings(donated_buffers=self._is_compiled),  # once, in place of each block
+              nullcontext() if self._is_compiled else as_plain_code(tensors_of(args, kwargs)),
               in_place_of_forwards((block, self._call_of(name, block, code))
                                    for name, block, code in blocks),
               called_unseen(unseen)):
