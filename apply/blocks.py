@@ -23,7 +23,6 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from planner._apply.decisions import decisions_of
 from planner._apply.errors import PlanMismatch
 from planner._apply.plan_backend import Fallback
 from planner._apply.planned_code import (
@@ -32,7 +31,7 @@ from planner._apply.planned_code import (
     PlannedCode,
     tensors_of,
 )
-from planner._apply.rewrite_spec import RewriteSpec
+from planner._apply.rewrite_spec import RewriteSpec, decisions_of
 from planner._apply.sized_code import SizedCode
 from planner._graph_capture.dynamo.blocks import repeated_blocks
 from planner._graph_capture.dynamo.distinct_inputs import with_distinct_tensors

@@ -17,12 +17,11 @@ from typing import Any, Protocol, Self
 import torch
 from torch import fx, nn
 
-from planner._apply.decisions import decisions_of
 from planner._apply.errors import PlanMismatch
 from planner._apply.exchangeable import ScheduledGraphs, boxed_callable
 from planner._apply.outputs import OutputWatcher, places_to_watch, watch, without_elided
 from planner._apply.rewrite import RewrittenRegion, rewrite
-from planner._apply.rewrite_spec import OpKey, RegionSpec, RewriteSpec
+from planner._apply.rewrite_spec import OpKey, RegionSpec, RewriteSpec, decisions_of
 from planner._apply.same_step import difference_from_step, outputs_let_go
 from planner._graph_capture.dynamo.stub_graphs import compiled_as_stubs
 from planner._graph_capture.dynamo.traced_code import TracedCode

@@ -62,16 +62,15 @@ from planner._graph_capture.plain_step.micro_batch import (
 from planner._graph_capture.plain_step.observed_loss import without_watches
 from planner._graph_capture.progress import Progress
 from planner._graph_capture.rank import RankLayout, Wrapper
-from planner._graph_capture.step.assemble import LossMemory, assemble
-from planner._graph_capture.step.kept import Keeper
+from planner._graph_capture.step.assemble import Keeper, LossMemory, assemble
 from planner._graph_capture.step.regions import RegionUse, count_runs, region_uses
 from planner._graph_capture.step.released_output import with_output_released
 from planner._graph_capture.step.symbolic_region import (
     NamedDimensions,
     SymbolicRegion,
     input_bytes,
+    trace_with_symbols,
 )
-from planner._graph_capture.step.symbolic_trace import trace_with_symbols
 from planner._graph_capture.torch_compat import quiet_fake_tensors, undisturbed_autograd
 from planner._graph_capture.training_graph import (
     ModelOutput,

@@ -75,15 +75,14 @@ from planner.attached.observing import (
     needs_gradient,
 )
 from planner.attached.optimizers import observers
+from planner.attached.outside import Known
 from planner.attached.planned_graph import (
     PendingCall,
     PlannedGraph,
     Present,
     pending_calls,
 )
-from planner.attached.step_known import Known
-from planner.attached.symbolic_graph import SymbolicGraph
-from planner.attached.symbolic_graphs import SymbolicGraphs
+from planner.attached.symbolic_graph import SymbolicGraph, SymbolicGraphs
 from planner.errors import InfeasibleBudget
 from planner.progress import Watch, watched
 from planner.reporters.one_line import summarize

@@ -66,8 +66,7 @@ from planner.arguments.budget import Budget
 from planner.arguments.inputs import describe_inputs
 from planner.arguments.planning import Planning
 from planner.attached.held import held_bytes
-from planner.attached.outside import Outside, plain_saved_bytes, saved_bytes
-from planner.attached.step_known import Known
+from planner.attached.outside import Known, Outside, plain_saved_bytes, saved_bytes
 from planner.errors import InfeasibleBudget
 from planner.plans.decisions import schedule_of
 from planner.plans.plan import Plan

@@ -17,8 +17,7 @@ from planner._graph_capture.plain_step.loss import Until
 from planner._graph_capture.plain_step.observed_loss import ObservedLoss, UnmeasuredLoss
 from planner._graph_capture.torch_compat import backward_keeps_graph
 from planner.attached.known import GraphPlanner
-from planner.attached.outside import Moment, Outside, fullest
-from planner.attached.step_known import Known
+from planner.attached.outside import Known, Moment, Outside, fullest
 from planner.captured_graph import with_least_memory
 from planner.plans.plan import Plan
 
