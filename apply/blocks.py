@@ -32,7 +32,7 @@ from planner._apply.planned_code import (
     tensors_of,
 )
 from planner._apply.rewrite_spec import RewriteSpec, decisions_of
-from planner._apply.sized_code import SizedCode
+from planner._apply.symbolic_code import SizedCode
 from planner._graph_capture.dynamo.blocks import repeated_blocks
 from planner._graph_capture.dynamo.distinct_inputs import with_distinct_tensors
 from planner._graph_capture.dynamo.traced_code import TracedCode

@@ -26,8 +26,7 @@ from planner._graph_capture.dynamo.distinct_inputs import with_distinct_tensors
 from planner._graph_capture.dynamo.record import Recording, record_training_step
 from planner._graph_capture.dynamo.traced_code import TracedCode
 from planner._graph_capture.errors import CaptureError
-from planner._graph_capture.fake_copies.data_dependent_values import decides_by_values
-from planner._graph_capture.fake_copies.failures import failure
+from planner._graph_capture.fake_copies.data_dependent_values import decides_by_values, failure
 from planner._graph_capture.fake_copies.fake import FakeCopy, device_planned_for, make_fake_copy
 from planner._graph_capture.fake_copies.input_values import assumptions, inputs_without_values
 from planner._graph_capture.fake_copies.skipped_blocks import skipped_blocks

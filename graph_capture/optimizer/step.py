@@ -28,7 +28,7 @@ import torch
 from torch.optim import Optimizer
 
 from planner._graph_capture.errors import CaptureError
-from planner._graph_capture.fake_copies.failures import failure
+from planner._graph_capture.fake_copies.data_dependent_values import failure
 from planner._graph_capture.fake_copies.fake import FakeCopy
 from planner._graph_capture.fake_copies.storage_less import (
     StorageLessCopier,

@@ -34,6 +34,7 @@ from planner._graph_capture.training_graph import (
 )
 from planner.errors import PlanMismatch
 from planner.plans.decisions import build_regions, decide, schedule_of
+from planner.plans.document import pick
 from planner.solvers.simulator import Timeline, unroll
 from planner.step.breakdown import breakdown, memory_over
 from planner.step.budget import StepBudget
@@ -81,24 +82,10 @@ def stated_variant(plan: Plan) -> Variant:
         return range(found[0], found[-1] + 1)
 
     graph = TrainingGraph(
-        spec.ops,
-        spec.buffers,
-        resident=plan.resident,
-        device=plan.device,
-        regions=tuple(
-            Region(
-                span(number, Phase.FORWARD),
-                span(number, Phase.BACKWARD),
-                region.cotangents,
-                region.region_signature,
-                region.block,
-                region.hoisted,
-                region.released,
-                region.elided,
-            )
-            for number, region in enumerate(spec.regions)
-        ),
-    )
+        spec.ops, spec.buffers, resident=plan.resident, device=plan.device,
+        regions=tuple(pick(Region, region, forward=span(number, Phase.FORWARD),
+                           backward=span(number, Phase.BACKWARD))
+                      for number, region in enumerate(spec.regions)))
     check(graph)
     if min(spec.chunks, spec.inner_chunks) < 1 or (
             max(spec.chunks, spec.inner_chunks) > _MOST_CHUNKS * len(spec.ops)):

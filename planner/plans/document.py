@@ -1,5 +1,5 @@
-"""The layout of a plan's file: written by `planner.plans.writing`, read by `planner.plans.file`,
-and published as a JSON Schema by `planner.plans.schema`.
+"""The layout of a plan's file: written and read by `planner.plans.file`, and published as a JSON
+Schema by `planner.plans.schema`.
 
 A file contains the fields of a plan and of its rewrite spec in groups: the step (`ops`, `buffers`),
 its treatment (`regions`), and what follows from the two.  Every field is required, no others are

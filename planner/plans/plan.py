@@ -142,7 +142,7 @@ class Plan(Predicted):
 
         Raises `OSError` if the path cannot be written.
         """
-        from planner.plans.writing import save
+        from planner.plans.file import save
 
         save(self, path)
 
@@ -158,7 +158,7 @@ class Plan(Predicted):
 
     def to_dict(self) -> dict[str, Any]:
         """The content of the plan's file, as JSON values; see `plan.schema.json`."""
-        from planner.plans.writing import to_dict
+        from planner.plans.file import to_dict
 
         return to_dict(self)
 

@@ -10,12 +10,11 @@ import torch
 from torch import nn
 
 import planner
-from planner._apply.sized_code import SizedCode
+from planner._apply.symbolic_code import SizedCode
 from planner._graph_capture.memory.allocator import record_peak
 from planner._graph_capture.module_forward import forward_override
 from planner.attached.symbolic_graph import SymbolicGraph
-from planner.plans.file import from_dict
-from planner.plans.writing import fingerprint
+from planner.plans.file import fingerprint, from_dict
 from tests.support.sized_models import Attending, tokens
 
 NAMED = {"tokens": {0: "batch", 1: "length"}}
