@@ -382,10 +382,8 @@ class PlanBackend(OutputWatcher):
 
         return call
 
-    def _compile(
-        self, module: fx.GraphModule, inputs: Sequence[Any], partition: PartitionFunction,
-        match: Callable[[], Match | None],
-    ) -> Callable[..., Any]:
+    def _compile(self, module: fx.GraphModule, inputs: Sequence[Any], partition: PartitionFunction,
+                 match: Callable[[], Match | None]) -> Callable[..., Any]:
         """Return the captured module, compiled with the graphs of `partition`; `match` is the
         region that it found."""
 

@@ -51,12 +51,9 @@ class RewrittenRegion:
     backward: fx.GraphModule
 
 
-def rewrite(
-    region: LoweredRegion,
-    insertions: Sequence[Insertion] = (),
-    inplace_reuses: Sequence[InplaceReuse] = (),
-    released: Sequence[int] = (),
-) -> RewrittenRegion:
+def rewrite(region: LoweredRegion, insertions: Sequence[Insertion] = (),
+            inplace_reuses: Sequence[InplaceReuse] = (),
+            released: Sequence[int] = ()) -> RewrittenRegion:
     """Return forward and backward of `region` with these insertions and in-place runs.  `released`:
     outputs of its forward that the caller does not keep alive, so that a run of their op in the
     forward replaces them."""
@@ -74,10 +71,8 @@ class _ReplayInputs:
 class _Rewriter:
     """Emits the runs one by one into a new joint graph, then splits it."""
 
-    def __init__(
-        self, region: LoweredRegion, insertions: Sequence[Insertion],
-        inplace_reuses: Sequence[InplaceReuse], released: Sequence[int],
-    ) -> None:
+    def __init__(self, region: LoweredRegion, insertions: Sequence[Insertion],
+                 inplace_reuses: Sequence[InplaceReuse], released: Sequence[int]) -> None:
         self.region = region
         self.index_of = {op.name: index for index, op in enumerate(region.ops)}
         groups = {insertion.before: insertion.actions for insertion in insertions}

@@ -275,9 +275,7 @@ def _decisions(region: RegionSpec, index: int) -> object:
         return tuple((local(key.name), key.result) for key in keys)
 
     sizes = region.region_signature and (
-        region.region_signature.storage_bytes,
-        region.region_signature.input_bytes,
-    )
+        region.region_signature.storage_bytes, region.region_signature.input_bytes)
     return (ops(region.forward), ops(region.backward), region.cotangents, sizes, region.hoisted,
             tuple((local(group.before), tuple(
                 msgspec.structs.replace(action, op=local(action.op)) for action in group.actions))

@@ -292,13 +292,9 @@ def capture_step(
     forced = _forced_arguments(model, kwargs)
     say("copying the model to fake tensors")
     fake_copy = make_fake_copy(
-        model,
-        args,
-        {**kwargs, **dict(forced)},
-        device=device,
+        model, args, {**kwargs, **dict(forced)}, device=device,
         extra=() if loss_fn is None else (loss_fn,),
-        capability=compute_capability(device_planned_for(model, device), gpu),
-    )
+        capability=compute_capability(device_planned_for(model, device), gpu))
     fake_loss = None if loss_fn is None else fake_copy.extra[0]
     fake_copy = replace(fake_copy, answers=answers, autocast=autocast)
     keeps_code &= (backend == "eager" and answers is None and make_layout is None
@@ -507,12 +503,9 @@ def _rules_since(fake_copy: FakeCopy) -> dict[str, tuple[str, ...]]:
     return rules
 
 
-def _notes(
-    forced: Sequence[tuple[str, object]], recording: Recording, costs: OpCosts,
-    rules: Mapping[str, Sequence[str]], plain_rules: Mapping[str, Sequence[str]],
-    early: EarlyGradients,
-    chosen_because: str,
-) -> tuple[str, ...]:
+def _notes(forced: Sequence[tuple[str, object]], recording: Recording, costs: OpCosts,
+           rules: Mapping[str, Sequence[str]], plain_rules: Mapping[str, Sequence[str]],
+           early: EarlyGradients, chosen_because: str) -> tuple[str, ...]:
     notes = []
     if early:
         notes.append("gradients are used and freed as they come, by hooks of the parameters; what "

@@ -48,14 +48,8 @@ def lazy_schedule(problem: Problem, budget_bytes: int) -> Order | None:
     return counted_walk(problem, budget_bytes, EvictionHeuristic(), 12 * len(problem) + 1000)[0]
 
 
-def counted_walk(
-    problem: Problem,
-    budget_bytes: int,
-    heuristic: EvictionHeuristic,
-    max_runs: int,
-    *,
-    max_work: float = math.inf,
-) -> tuple[Order | None, float]:
+def counted_walk(problem: Problem, budget_bytes: int, heuristic: EvictionHeuristic, max_runs: int,
+                 *, max_work: float = math.inf) -> tuple[Order | None, float]:
     """Like `lazy_schedule`, but also return the work of the walk (see `solvers.milp.MilpResult`),
     which gives up after `max_runs` runs or `max_work`."""
     walk = _Walk(problem, budget_bytes, heuristic, max_runs, max_work)
@@ -77,14 +71,8 @@ class _Frame:
 
 
 class _Walk:
-    def __init__(
-        self,
-        problem: Problem,
-        budget_bytes: int,
-        heuristic: EvictionHeuristic,
-        max_runs: int,
-        max_work: float,
-    ) -> None:
+    def __init__(self, problem: Problem, budget_bytes: int, heuristic: EvictionHeuristic,
+                 max_runs: int, max_work: float) -> None:
         self.work = _WORK_PER_OP * len(problem)
         self.max_work = max_work
         self.problem = problem

@@ -131,15 +131,10 @@ class FakeCopy:
         return found
 
 
-def make_fake_copy(
-    model: nn.Module,
-    args: tuple[Any, ...] = (),
-    kwargs: Mapping[str, Any] | None = None,
-    *,
-    device: torch.device | str | None = None,
-    extra: Iterable[Any] = (),
-    capability: tuple[int, int] | None = None,
-) -> FakeCopy:
+def make_fake_copy(model: nn.Module, args: tuple[Any, ...] = (),
+                   kwargs: Mapping[str, Any] | None = None, *,
+                   device: torch.device | str | None = None, extra: Iterable[Any] = (),
+                   capability: tuple[int, int] | None = None) -> FakeCopy:
     """The fake copy of `model` and of the call `model(*args, **kwargs)`.
 
     `device` is the one planned for: by default the model's own, the CPU for a model on `meta` or
@@ -160,14 +155,9 @@ def make_fake_copy(
     return replace(fake_copy, kernels=DeviceKernels(capability))
 
 
-def fake_copy_by(
-    copier: FakeCopier,
-    model: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-    extra: tuple[Any, ...],
-    planned: torch.device,
-) -> FakeCopy:
+def fake_copy_by(copier: FakeCopier, model: nn.Module, args: tuple[Any, ...],
+                 kwargs: Mapping[str, Any], extra: tuple[Any, ...],
+                 planned: torch.device) -> FakeCopy:
     """The fake copy that `copier` makes, with sizes as the allocator of `planned` counts them."""
     fake_copy = copier.module(model)
     take_down(fake_copy)  # An active plan is not part of the model.

@@ -142,21 +142,11 @@ def storage_less_copy(fake_copy: FakeCopy, extra: tuple[Any, ...] = (), *,
                                planned=None if device.type == "cuda" else fake_copy.device,
                                assumes_values=not is_sparse)
     made = fake_copy_by(
-        copier,
-        fake_copy.model,
-        fake_copy.args,
-        fake_copy.kwargs,
-        (*fake_copy.extra, *extra),
-        fake_copy.device,
-    )
+        copier, fake_copy.model, fake_copy.args, fake_copy.kwargs, (*fake_copy.extra, *extra),
+        fake_copy.device)
     return replace(
-        made,
-        answers=fake_copy.answers,
-        autocast=fake_copy.autocast,
-        kernels=fake_copy.kernels,
-        dice=fake_copy.dice,
-        skipped=fake_copy.skipped,
-    )
+        made, answers=fake_copy.answers, autocast=fake_copy.autocast, kernels=fake_copy.kernels,
+        dice=fake_copy.dice, skipped=fake_copy.skipped)
 
 
 class StorageLessMode(TorchDispatchMode):

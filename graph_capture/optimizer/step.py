@@ -197,10 +197,8 @@ class _Steps:
         if given is None:
             with storage_less.mode, self.tracker:  # some make their state at once
                 self.steppers = make_optimizers(
-                    optimizer,
-                    self.trainable,
-                    [id(storage_less.parameters[name]) for name in sparse],
-                )
+                    optimizer, self.trainable,
+                    [id(storage_less.parameters[name]) for name in sparse])
         else:
             self.steppers = _copied(given, fake_copy, storage_less)
         groups = [group for stepper in self.steppers for group in stepper.param_groups]

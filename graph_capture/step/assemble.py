@@ -436,19 +436,15 @@ class _Assembly:
                 found.append(self.foreign[foreign[number, primal]])
         return found
 
-    def _buffer(
-        self, size_bytes: int, kind: BufferKind, *, producer: int | None = None,
-        kept_to_end: bool = False, label: str = "",
-    ) -> int:
+    def _buffer(self, size_bytes: int, kind: BufferKind, *, producer: int | None = None,
+                kept_to_end: bool = False, label: str = "") -> int:
         """Add a buffer; without a producer it belongs to the next op."""
         self.buffers.append(Buffer(
             size_bytes, len(self.ops) if producer is None else producer, kind, kept_to_end, label))
         return len(self.buffers) - 1
 
-    def _pseudo_op(
-        self, name: str, phase: Phase, region: int, inputs: tuple[int, ...],
-        outputs: tuple[int, ...], workspace_bytes: int = 0,
-    ) -> None:
+    def _pseudo_op(self, name: str, phase: Phase, region: int, inputs: tuple[int, ...],
+                   outputs: tuple[int, ...], workspace_bytes: int = 0) -> None:
         target = name.partition("/")[2].partition("#")[0]
         self.ops.append(TrainingOp(
             name=name, target=target, module="", source="", phase=phase, region=region,
