@@ -232,11 +232,9 @@ class _Rewriter:
         self.env[op.node] = new
         for user in op.node.users:
             # A tuple must not outlive its run: it would keep all of its elements alive.
-            if is_tuple_element(user) and not (run and self._is_returned_later(user)):
+            if is_tuple_element(user) and not (
+                    run and self._keeps(self.region.storage_of.get(user, RESIDENT))):
                 self._emit_copy(user)
-
-    def _is_returned_later(self, node: fx.Node) -> bool:
-        return self._keeps(self.region.storage_of.get(node, RESIDENT))
 
     def _keeps(self, storage: int) -> bool:
         """Return whether the first result is still to be returned, so that a replay does not

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -32,7 +31,7 @@ def differentiate_again(outputs: Sequence[Any], inputs: Sequence[Any], run: Call
     are replaced in the same way; the error is raised where the inputs are gone.
     """
     # Hooks must not keep alive what the plan lets go of.
-    given = [_while_alive(each) if isinstance(each, torch.Tensor) else partial(_same, each)
+    given = [_while_alive(each) if isinstance(each, torch.Tensor) else lambda value=each: value
              for each in inputs]
     for region in dict.fromkeys(region_nodes(outputs)):
         places, weak = _places(region, outputs), weakref.proxy(region)
@@ -67,10 +66,6 @@ def differentiate_again(outputs: Sequence[Any], inputs: Sequence[Any], run: Call
             handle = node.register_hook(made)
 
         region.register_prehook(begun)
-
-
-def _same(value: Any) -> Any:
-    return value
 
 
 def _while_alive(tensor: torch.Tensor) -> Callable[[], torch.Tensor | None]:

@@ -299,11 +299,8 @@ class PlanningForward(ObservingForward):
                     return None
             except InfeasibleBudget:
                 raise
-            except PlanMismatch as error:
-                self._symbolic.give_up(graph, call, error)
-                return None
             except Exception as error:  # whatever tracing the user's code raises
-                if graph.has_run:
+                if graph.has_run and not isinstance(error, PlanMismatch):
                     raise
                 self._symbolic.give_up(graph, call, error)
                 return None
@@ -454,8 +451,7 @@ class PlanningForward(ObservingForward):
         for each in observers():
             if each is not self and isinstance(each, PlanningForward):
                 each._learned += 1  # its plan counts what this model's calls save
-        self._say(graph, "; for the first step, while its optimizer or loss is not known"
-                  if known is None else self._words(known))
+        log.info("%s (%s) %s%s", self._name, graph.call, summarize(plan), self._words(known))
 
     def _known(self, graph: PlannedGraph, present: Present) -> Known | None:
         """The step as observed; `None` while a part of it is not known."""
@@ -554,7 +550,9 @@ class PlanningForward(ObservingForward):
             restore()
             self._counts.planning_seconds += time.monotonic() - started
 
-    def _words(self, known: Known) -> str:
+    def _words(self, known: Known | None) -> str:
+        if known is None:
+            return "; for the first step, while its optimizer or loss is not known"
         if self.settings.planning.optimizer is not None and known.optimizers is None:
             return ""
         names = [type(found).__name__ for each in known.optimizers or ()
@@ -562,9 +560,6 @@ class PlanningForward(ObservingForward):
         counted = " and ".join(names) or "no optimizer, since none of torch's has stepped"
         return f"; counting {counted}" + (
             " and gradients of earlier micro-batches" if known.accumulates else "")
-
-    def _say(self, graph: PlannedGraph, more: str) -> None:
-        log.info("%s (%s) %s%s", self._name, graph.call, summarize(graph.plan), more)
 
 
 def _note_loss(forward: ref[PlanningForward], graph: ref[PlannedGraph], seen: UnmeasuredLoss

@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any
 from weakref import ref
 
@@ -177,12 +178,11 @@ class GraphPlanner:
         early = self._early if self._may_free(planning) else None
         headroom = self._probe_headroom(model)
         with watched(None) as report:
+            capture = partial(capture_call, model, args, kwargs, planning, report,
+                              unknown_loss=unknown, probe_headroom=headroom, early=early)
             try:
-                self._step = capture_call(model, args, kwargs, planning, report,
-                                          unknown_loss=unknown, probe_headroom=headroom,
-                                          symbolic=self._symbolic, early=early,
-                                          keeps_code=self._symbolic is None and self.is_alone,
-                                          code=kept)
+                self._step = capture(symbolic=self._symbolic, code=kept,
+                                     keeps_code=self._symbolic is None and self.is_alone)
             except DataDependentValue:
                 if self.chose_blocks:
                     raise
@@ -190,9 +190,7 @@ class GraphPlanner:
                 answers = data_dependent_values(
                     model, lambda: model.forward(*own_args, **own_kwargs))
                 try:
-                    self._step = capture_call(model, args, kwargs, planning, report,
-                                              answers=answers, unknown_loss=unknown,
-                                              probe_headroom=headroom, early=early)
+                    self._step = capture(answers=answers)
                 except DataDependentValue as error:
                     raise CaptureError(f"{error.what or error}, {_NOT_FOLLOWED}") from error
                 self.has_control_flow = True
@@ -263,7 +261,7 @@ class GraphPlanner:
         whose memory is not known separately.
         """
         seen, is_chunked = known.loss, len(self._step.graph.regions) > 1
-        if self._frees_otherwise(known):
+        if self._may_free(self._planning) and dict(known.early) != self._early:
             return True
         if is_chunked and known.lets_output_go and not self._captured_without_output:
             return True
@@ -291,9 +289,6 @@ class GraphPlanner:
 
     def _may_free(self, planning: Planning) -> bool:
         return self.is_alone and planning.accumulation == 1 and planning.backend == "eager"
-
-    def _frees_otherwise(self, known: Known) -> bool:
-        return self._may_free(self._planning) and dict(known.early) != self._early
 
     @property
     def assumed_loss(self) -> ObservedLoss:

@@ -29,7 +29,6 @@ from planner._graph_capture.torch_compat import runs_in_backward
 from planner.units import format_bytes
 
 if TYPE_CHECKING:
-    from planner.arguments.budget import Budget
     from planner.attached.observing import ObservingForward
     from planner.attached.planned_graph import PlannedGraph
     from planner.plans.plan import Plan
@@ -198,7 +197,8 @@ def conclude() -> None:
         budget_bytes = None
         is_settled = all(call.is_settled for call in each.calls)
         if each.is_planned and not is_settled and any(
-                limit is not None and limit.size_bytes is None for limit in _limits(each.calls)):
+                limit is not None and limit.size_bytes is None
+                for limit in (forward.settings.limit for forward in _forwards(each.calls))):
             _undecided.append(_Undecided(each.calls, measured_bytes, predicted_bytes))
         elif each.is_planned:
             budget_bytes = _budget_bytes(
@@ -229,10 +229,6 @@ def _decide() -> None:
         if budget_bytes is not None and each.measured_bytes > budget_bytes:
             _report(each.calls, each.measured_bytes, each.predicted_bytes, budget_bytes,
                     "in an earlier step, which ran before all of it was known; now it is")
-
-
-def _limits(calls: Iterable[_PlannedCall]) -> list[Budget | None]:
-    return [forward.settings.limit for forward in _forwards(calls)]
 
 
 def _forwards(calls: Iterable[_PlannedCall]) -> list[ObservingForward]:

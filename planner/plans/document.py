@@ -1,5 +1,5 @@
-"""The layout of a plan's file: written and read by `planner.plans.file`, and published as a JSON
-Schema by `planner.plans.schema`.
+"""The layout of a plan's file: written by `planner.plans.writing`, read by `planner.plans.file`,
+and published as a JSON Schema by `planner.plans.schema`.
 
 A file contains the fields of a plan and of its rewrite spec in groups: the step (`ops`, `buffers`),
 its treatment (`regions`), and what follows from the two.  Every field is required, no others are
@@ -180,11 +180,11 @@ FREE_FIELDS = ("inputs", "overrides")
 """Fields of a document with values of any layout."""
 
 
-def document_of(plan: Plan, fingerprint: str) -> Document:
-    """The content of the file of `plan`."""
+def document_of(plan: Plan) -> Document:
+    """The content of the file of `plan`, without the fingerprint."""
     decisions, spec = iter(plan.decisions), plan.spec
     return pick(
-        Document, plan, spec, schema_version=SCHEMA_VERSION, fingerprint=fingerprint,
+        Document, plan, spec, schema_version=SCHEMA_VERSION, fingerprint="",
         created_with=dict(plan.created_with), overrides=dict(spec.overrides),
         solver=pick(SolverRow, plan, name=plan.solver), predicted=pick(Predicted, plan),
         regions=tuple(_region_row(region, decisions) for region in spec.regions),

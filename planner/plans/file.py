@@ -1,9 +1,4 @@
-"""Plans as files of canonical JSON: equal plans have equal bytes, and files diff well.
-
-The layout is that of `planner.plans.document`.  Objects have a fixed order of keys; lists of ops
-have one op per line.  A file does not depend on time, host or solver duration.  It is written next
-to its destination and moved into place: readers see the old plan or the new one.  The destination
-is the target of a symbolic link, and keeps its mode.  A device or a pipe is written to directly.
+"""Load plans from files; `planner.plans.writing` saves them.
 
 Reading checks every field, the fingerprint, and that the plan follows from its stated step and
 schedule (`planner.plans.checking`).  A truncated or edited file is rejected with the field's path,
@@ -16,16 +11,9 @@ checked: numbers have 64 bits and are finite, texts are printable.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
-import os
 import re
-import secrets
-import stat
-import time
-from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from importlib.resources import files
 from os import PathLike
@@ -36,11 +24,14 @@ from unicodedata import category
 import msgspec
 
 from planner._apply.rewrite_spec import OpKey, RegionSpec, RewriteSpec
-from planner._graph_capture.training_graph import Phase, TrainingOp
+from planner._graph_capture.training_graph import Phase
 from planner.errors import PlanFileError
 from planner.plans.checking import contradiction
-from planner.plans.document import FREE_FIELDS, SCHEMA_VERSION, Document, document_of, ops_of, pick
+from planner.plans.document import FREE_FIELDS, SCHEMA_VERSION, Document, ops_of, pick
 from planner.plans.plan import Plan
+from planner.plans.writing import dumps as dumps
+from planner.plans.writing import fingerprint
+from planner.plans.writing import to_dict as to_dict
 
 
 def load(path: str | PathLike[str]) -> Plan:
@@ -101,7 +92,7 @@ def _plan_of(document: Document) -> Plan:
     keys: dict[tuple[int, Phase], list[OpKey]] = {}
     for op in ops:
         if op.digest:
-            keys.setdefault((op.region, op.phase), []).append(_key(op))
+            keys.setdefault((op.region, op.phase), []).append(pick(OpKey, op))
     spec = pick(
         RewriteSpec, document, overrides=tuple(document.overrides.items()), ops=ops, fits=None,
         regions=tuple(pick(RegionSpec, row,
@@ -113,10 +104,6 @@ def _plan_of(document: Document) -> Plan:
         solver=document.solver.name, created_with=tuple(document.created_with.items()),
         decisions=tuple(row for region in document.regions for row in region.decisions),
         solve_seconds=None)
-
-
-def _key(op: TrainingOp) -> OpKey:
-    return OpKey(op.name, op.digest, op.result)
 
 
 def _changed(name: str, words: str) -> PlanFileError:
@@ -252,87 +239,3 @@ def _expected(name: str, words: str, steps: list[str | int], value: object) -> s
 def _at(steps: list[str | int]) -> str:
     return "".join(f"[{step}]" if isinstance(step, int) else f".{step}"
                    for step in steps).removeprefix(".")
-
-
-_ABANDONED_SECONDS = 3600
-"""Age of a draft that no process is writing any more."""
-
-
-def save(plan: Plan, path: str | PathLike[str]) -> None:
-    """Write `plan` to `path` atomically; an existing file is replaced.
-
-    Raises `OSError` if the path cannot be written.
-    """
-    content, destination = dumps(plan).encode(), Path(os.path.realpath(path))
-    try:
-        mode = destination.stat().st_mode if destination.exists() else None
-        if mode is None or stat.S_ISREG(mode):
-            _replace(destination, content, mode)
-        else:
-            Path(path).write_bytes(content)  # raises for a folder
-    except OSError as error:
-        # The caller knows the destination, not the draft.
-        raise type(error)(error.errno, error.strerror, os.fspath(path)) from None
-
-
-def _replace(destination: Path, content: bytes, mode: int | None) -> None:
-    """Write a draft with this mode and move it to the destination, and remove drafts of it that
-    killed processes left."""
-    of_destination = f".{hashlib.sha256(os.fsencode(destination.name)).hexdigest()[:16]}"
-    draft = destination.with_name(f"{of_destination}.{secrets.token_hex(8)}.tmp")
-    try:
-        with draft.open("xb") as stream:
-            if mode is not None:
-                os.fchmod(stream.fileno(), stat.S_IMODE(mode))
-            stream.write(content)
-            stream.flush()
-            os.fsync(stream.fileno())
-        draft.replace(destination)
-    finally:
-        draft.unlink(missing_ok=True)
-    for left in destination.parent.glob(f"{of_destination}.*.tmp"):
-        with suppress(OSError):  # gone, or another user's
-            if time.time() - left.stat().st_mtime > _ABANDONED_SECONDS:
-                left.unlink()
-
-
-def dumps(plan: Plan) -> str:
-    """The text of the plan's file."""
-    return _pretty(to_dict(plan)) + "\n"
-
-
-def to_dict(plan: Plan) -> dict[str, Any]:
-    """The content of the file, as JSON values in the file's order."""
-    document = msgspec.to_builtins(document_of(plan, ""))
-    found: dict[str, Any] = json.loads(json.dumps(document))  # converts tuples to lists
-    found["fingerprint"] = fingerprint(found)
-    return found
-
-
-def fingerprint(document: Mapping[str, Any]) -> str:
-    """Hash of all fields of a file except the fingerprint, the same in every process."""
-    rest = {key: value for key, value in document.items() if key != "fingerprint"}
-    text = json.dumps(rest, ensure_ascii=True, sort_keys=True, separators=(",", ":"))
-    return "sha256:" + hashlib.sha256(text.encode()).hexdigest()
-
-
-def _pretty(value: Any, indent: str = "") -> str:
-    """JSON with one scalar, one small object or one short list per line."""
-    inner = indent + "  "
-    if isinstance(value, dict) and value and not _is_row(value):
-        fields = (f"{inner}{_compact(key)}: {_pretty(item, inner)}" for key, item in value.items())
-        return "{\n" + ",\n".join(fields) + f"\n{indent}}}"
-    if isinstance(value, list) and any(isinstance(item, (dict, list, str)) for item in value):
-        return "[\n" + ",\n".join(f"{inner}{_pretty(item, inner)}" for item in value) + (
-            f"\n{indent}]")
-    return _compact(value)
-
-
-def _is_row(value: dict[str, Any]) -> bool:
-    """True if an object belongs on one line: an op, a tensor or a group of recomputations."""
-    return any(key in value for key in ("op", "digest", "before", "shape", "kind", "call",
-                                        "smallest", "dimension"))
-
-
-def _compact(value: object) -> str:
-    return json.dumps(value, ensure_ascii=False, allow_nan=False)

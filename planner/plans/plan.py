@@ -142,7 +142,7 @@ class Plan(Predicted):
 
         Raises `OSError` if the path cannot be written.
         """
-        from planner.plans.file import save
+        from planner.plans.writing import save
 
         save(self, path)
 
@@ -158,11 +158,11 @@ class Plan(Predicted):
 
     def to_dict(self) -> dict[str, Any]:
         """The content of the plan's file, as JSON values; see `plan.schema.json`."""
-        from planner.plans.file import to_dict
+        from planner.plans.writing import to_dict
 
         return to_dict(self)
 
     def __str__(self) -> str:
-        from planner.reporters.table import render_plan
+        from planner.reporters.table import plain_text, plan_report
 
-        return render_plan(self)
+        return plain_text(plan_report(self))

@@ -14,7 +14,8 @@ from planner._apply.symbolic_code import SizedCode
 from planner._graph_capture.memory.allocator import record_peak
 from planner._graph_capture.module_forward import forward_override
 from planner.attached.symbolic_graph import SymbolicGraph
-from planner.plans.file import fingerprint, from_dict
+from planner.plans.file import from_dict
+from planner.plans.writing import fingerprint
 from tests.support.sized_models import Attending, tokens
 
 NAMED = {"tokens": {0: "batch", 1: "length"}}

@@ -20,8 +20,9 @@ from hypothesis import strategies as st
 import planner
 from planner._graph_capture.training_graph import OptimizerMemory
 from planner.plans.document import SCHEMA_VERSION
-from planner.plans.file import dumps, fingerprint, from_dict, loads
+from planner.plans.file import dumps, from_dict, loads
 from planner.plans.schema import schema
+from planner.plans.writing import fingerprint
 from planner.search.planning import Effort, plan_within
 from tests.support.altered_plans import places, signed
 from tests.support.graphs import HandMadeStep, chain, prepared, steps

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from planner.plans.file import fingerprint
+from planner.plans.writing import fingerprint
 from planner.search.planning import plan_within
 from tests.support.graphs import HandMadeStep, chain, prepared
 
