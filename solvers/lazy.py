@@ -160,7 +160,7 @@ class _Walk:
         self.schedule.append(frame.op)
         for storage in described.inputs:
             self.locks[storage] -= 1
-        here = self.problem.segment_of[min(self.stage, len(self.problem) - 1)]
+        here = self.problem.segment_before(self.stage)
         for storage in described.outputs:
             if not self.held[storage]:
                 self._hold(storage)
@@ -174,7 +174,7 @@ class _Walk:
         need = described.workspace_bytes + sum(
             self.size[s] for s in described.outputs
             if not self.held[s] or (again and self.problem.storages[s].kept_to_end))
-        here = self.problem.segment_of[min(self.stage, len(self.problem) - 1)]
+        here = self.problem.segment_before(self.stage)
         candidate = next((s for s in described.inplace if self.locks[s] == 1 and self.evictable[s]
                           and self.born_in[s] == here), None)
         after = self.stage + (not again)  # uses from then on are not those of this run

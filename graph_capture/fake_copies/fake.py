@@ -94,6 +94,10 @@ class FakeCopy:
     kernels: DeviceKernels | None = None
     """Replaces the kernels of an absent `device`; `None`: torch chooses."""
 
+    def originals(self) -> dict[int, torch.Tensor]:
+        """The tensors of the original by identity of their fake copies."""
+        return {id(fake): original for original, fake in self.fake_of.items()}
+
     def forward_context(self) -> AbstractContextManager[Any]:
         """The autocast context of forward and loss; an active outer autocast applies as well."""
         return (nullcontext() if self.autocast is None

@@ -137,8 +137,7 @@ def storage_less_copy(fake_copy: FakeCopy, extra: tuple[Any, ...] = (), *,
     # The number of rows of a sparse gradient depends on values, which are then not assumed.
     is_sparse = any(getattr(module, "sparse", False) is True
                     for module in fake_copy.model.modules())
-    copier = StorageLessCopier({id(fake): original for original, fake in fake_copy.fake_of.items()},
-                               device, unknown_is_zero=unknown_is_zero,
+    copier = StorageLessCopier(fake_copy.originals(), device, unknown_is_zero=unknown_is_zero,
                                planned=None if device.type == "cuda" else fake_copy.device,
                                assumes_values=not is_sparse)
     made = fake_copy_by(

@@ -24,6 +24,7 @@ from planner._graph_capture.plain_step.observed_loss import ObservedLoss
 from planner._graph_capture.training_graph import Phase
 from planner.solvers.problem import Schedule
 from planner.solvers.simulator import unroll
+from planner.step.breakdown import backward_begins
 from planner.step.variant import Variant
 
 
@@ -156,8 +157,7 @@ def _saved_and_ahead(variant: Variant, schedule: Schedule) -> tuple[int, int]:
         first.setdefault(index, position)
     end = max((position for index, position in first.items()
                if ops[index].phase is Phase.FORWARD), default=-1)
-    begin = min((position for index, position in first.items()
-                 if ops[index].phase is Phase.BACKWARD), default=len(timeline.schedule))
+    begin = backward_begins(variant.graph, timeline)
     saved = sum(variant.problem.storages[each.storage].size_bytes
                 for each in timeline.instances if each.birth <= end < each.death)
     return saved, timeline.peak_bytes - max(timeline.memory_bytes[:begin], default=0)
