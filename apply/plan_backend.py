@@ -445,8 +445,7 @@ class PlanBackend(OutputWatcher):
             if difference is not None and region.region_signature is not None:
                 # In a step that may fall back, code may size tensors by values, with equal inputs.
                 difference = self._why_not_served(
-                    region.region_signature, region_signature(lowered), difference
-                )
+                    region.region_signature, region_signature(lowered), difference)
             if difference is None:
                 difference = difference_from_step(self._spec, index, lowered)
             if difference is None:

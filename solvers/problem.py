@@ -236,7 +236,6 @@ def _check(problem: Problem) -> None:
                 raise ValueError(f"op {index} ({op.name}) lists output {storage}, made elsewhere")
         for storage in op.inplace:
             if storage not in op.inputs or len(op.outputs) != 1 or (
-                storages[storage].size_bytes != storages[op.outputs[0]].size_bytes
-            ):
+                    storages[storage].size_bytes != storages[op.outputs[0]].size_bytes):
                 raise ValueError(f"op {index} ({op.name}) may take over only an input of the size "
                                  f"of its single output, got storage {storage}")

@@ -428,13 +428,8 @@ class StorageLessCopier(FakeCopier):
 
     def tensor(self, real: torch.Tensor) -> torch.Tensor:
         original = self._original_of.get(id(real), real)
-        is_assumed = (
-            self._assumes_values
-            and self._is_input
-            and original.is_meta
-            and not isinstance(original, FakeTensor)
-            and may_be_known(original)
-        )
+        is_assumed = (self._assumes_values and self._is_input and original.is_meta
+                      and not isinstance(original, FakeTensor) and may_be_known(original))
         if real not in self.fake_of and (is_assumed or _worth_knowing(original)):
             # An input without values: `graph_capture.fake_copies.input_values`.
             known = (assumed_value(original, self.device) if is_assumed

@@ -233,8 +233,7 @@ class PlanningForward(ObservingForward):
             # A mismatch may show only after a part has run; then the next graph starts from the
             # beginning.
             is_trial = graph.has_control_flow or (
-                graph is not known and bool(graph.plan.spec.blocks)
-            )
+                graph is not known and bool(graph.plan.spec.blocks))
             try:
                 return graph, self._run(graph, args, kwargs, is_trial=is_trial)
             except PlanMismatch as error:

@@ -223,11 +223,8 @@ class PlannedGraph:
     def serves(self, known: Known) -> bool:
         """True if the plan is valid for what is known now, or has headroom for the change."""
         planned = self.known
-        if (
-            planned is None
-            or planned.outside.region_signature != known.outside.region_signature
-            or (planned.without_outside != known.without_outside)
-        ):
+        if (planned is None or planned.outside.region_signature != known.outside.region_signature
+                or planned.without_outside != known.without_outside):
             return False
         plain_bytes = [max(each.outside.plain_bytes, self.plan.baseline_peak_bytes)
                        for each in (planned, known)]

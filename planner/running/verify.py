@@ -374,8 +374,7 @@ def steps_on_this_rank(model: nn.Module, found: DataParallel | None, plan: Plan)
     target = unwrapped(model)
     own, code = own_forward(target), code_of(target, plan.spec)
     if forward_override(target) is not None and not isinstance(
-        vars(target).get("forward"), ForwardOverride
-    ):
+            vars(target).get("forward"), ForwardOverride):
         raise ValueError("something was wrapped around the planned forward of this model (as "
                          "accelerate does for mixed precision): verify before that")
 
