@@ -23,7 +23,6 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from planner._apply.decisions import decisions_of
 from planner._apply.errors import PlanMismatch
 from planner._apply.plan_backend import Fallback
 from planner._apply.planned_code import (
@@ -32,8 +31,8 @@ from planner._apply.planned_code import (
     PlannedCode,
     tensors_of,
 )
-from planner._apply.rewrite_spec import RewriteSpec
-from planner._apply.sized_code import SizedCode
+from planner._apply.rewrite_spec import RewriteSpec, decisions_of
+from planner._apply.symbolic_code import SizedCode
 from planner._graph_capture.dynamo.blocks import repeated_blocks
 from planner._graph_capture.dynamo.distinct_inputs import with_distinct_tensors
 from planner._graph_capture.dynamo.traced_code import TracedCode
@@ -45,7 +44,12 @@ from planner._graph_capture.module_forward import (
     in_place_of_forwards,
     own_forward,
 )
-from planner._graph_capture.torch_compat import as_plain_code, called_unseen, pytree
+from planner._graph_capture.torch_compat import (
+    as_plain_code,
+    called_unseen,
+    compile_settings,
+    pytree,
+)
 
 
 class PlannedBlocks:
@@ -127,7 +131,8 @@ class PlannedBlocks:
             *self._code_of.items(), *((name, None) for name in self._alike)) if name]
         rest = self._code_of.get("")
         unseen = () if rest is None else [block for _, block, _ in blocks]
-        with (nullcontext() if self._is_compiled else as_plain_code(tensors_of(args, kwargs)),
+        with (compile_settings(donated_buffers=self._is_compiled),  # once, in place of each block
+              nullcontext() if self._is_compiled else as_plain_code(tensors_of(args, kwargs)),
               in_place_of_forwards((block, self._call_of(name, block, code))
                                    for name, block, code in blocks),
               called_unseen(unseen)):

@@ -81,10 +81,8 @@ class InductorBackend(PlanBackend):
         return tuple(tuple(follow() for follow in pair if follow) if all(pair) else ()
                      for pair in both)
 
-    def _compile(
-        self, module: fx.GraphModule, inputs: Sequence[Any], partition: PartitionFunction,
-        match: Callable[[], Match | None],
-    ) -> Callable[..., Any]:
+    def _compile(self, module: fx.GraphModule, inputs: Sequence[Any], partition: PartitionFunction,
+                 match: Callable[[], Match | None]) -> Callable[..., Any]:
         def finish(inputs: list[Any], run: Callable[[list[Any]], Any], is_backward: bool) -> Any:
             found = match()
             if found is None:  # A graph without gradients is not partitioned.
@@ -105,8 +103,7 @@ class InductorBackend(PlanBackend):
             settings["allow_buffer_reuse"] = False
         return inductor_backend(
             partition, uuid_of(self._spec), finish=finish,
-            settings=settings | {each.setting: each for each in passes},
-        )(module, inputs)
+            settings=settings | {each.setting: each for each in passes})(module, inputs)
 
     def _prepared(self, match: Match, graphs: RewrittenRegion, num_outputs: int
                   ) -> RewrittenRegion:

@@ -24,7 +24,7 @@ from planner._graph_capture.joint_graph.joint import tensors_of
 from planner._graph_capture.joint_graph.lower import LoweredRegion
 from planner._graph_capture.torch_compat import FakeTensor, no_subclass_functions, storage_key
 
-OUTPUT_IS_HELD = (
+_OUTPUT_IS_HELD = (
     "the plan counts on the model's output being let go before the backward (hold_output=False), "
     "and {bytes:,} bytes of it are still held, so that the step may take that much more than the "
     "budget: keep the loss alone, or plan with hold_output=True")
@@ -53,18 +53,19 @@ class OutputWatcher:
     """Base of backends that warn once if the caller keeps an output that the plan expects it to
     release, or differentiates gradients."""
 
-    _warned_of_output = _warned_of_double_backward = False
+    _warned: frozenset[str] = frozenset()
 
     def tell_of_double_backward(self) -> None:
         """Warn, once."""
-        if not self._warned_of_double_backward:
-            self._warned_of_double_backward = True
-            warnings.warn(_DIFFERENTIATED_AGAIN, stacklevel=2)
+        self._warn_once(_DIFFERENTIATED_AGAIN)
 
     def _output_is_held(self, size_bytes: int) -> None:
-        if not self._warned_of_output:
-            self._warned_of_output = True
-            warnings.warn(OUTPUT_IS_HELD.format(bytes=size_bytes), stacklevel=2)
+        self._warn_once(_OUTPUT_IS_HELD, bytes=size_bytes)
+
+    def _warn_once(self, words: str, **figures: int) -> None:
+        if words not in self._warned:
+            self._warned |= {words}
+            warnings.warn(words.format(**figures), stacklevel=3)
 
 
 def watch(outputs: Sequence[Any], places: Sequence[int], report: Callable[[int], None]) -> None:

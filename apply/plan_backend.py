@@ -17,12 +17,11 @@ from typing import Any, Protocol, Self
 import torch
 from torch import fx, nn
 
-from planner._apply.decisions import decisions_of
 from planner._apply.errors import PlanMismatch
 from planner._apply.exchangeable import ScheduledGraphs, boxed_callable
 from planner._apply.outputs import OutputWatcher, places_to_watch, watch, without_elided
 from planner._apply.rewrite import RewrittenRegion, rewrite
-from planner._apply.rewrite_spec import OpKey, RegionSpec, RewriteSpec
+from planner._apply.rewrite_spec import OpKey, RegionSpec, RewriteSpec, decisions_of
 from planner._apply.same_step import difference_from_step, outputs_let_go
 from planner._graph_capture.dynamo.stub_graphs import compiled_as_stubs
 from planner._graph_capture.dynamo.traced_code import TracedCode
@@ -36,9 +35,9 @@ from planner._graph_capture.joint_graph.pipeline import (
     lower_joint_graph,
 )
 from planner._graph_capture.joint_graph.replay import is_random
+from planner._graph_capture.model_state import TorchState
 from planner._graph_capture.torch_compat import (
     Branch,
-    ForwardState,
     OpOverload,
     PartitionFunction,
     aot_backend,
@@ -123,8 +122,7 @@ class PlanBackend(OutputWatcher):
         # Compiled code refers to this object, and torch's cache, which the garbage collector does
         # not see, refers to the code: a model that the caller deletes would stay.
         self._model = weakref.ref(model)
-        self._spec = spec
-        self._regions = tuple(range(len(spec.regions)) if regions is None else regions)
+        self._choose(spec, regions)
         self._compiled_regions = 0
         self._lowered: dict[fx.GraphModule, LoweredGraphs] | None = None
         self.block = ""
@@ -156,18 +154,25 @@ class PlanBackend(OutputWatcher):
         self._code: TracedCode | None = None
         """Keeps the code that refers to its graphs weakly."""
 
+    def _choose(self, spec: RewriteSpec, regions: Sequence[int] | None) -> None:
+        """Take the graphs from these regions of a rewrite spec."""
+        self._spec = spec
+        self._regions = tuple(range(len(spec.regions)) if regions is None else regions)
+        self._lacks_gradients = any(False in spec.regions[index].cotangents
+                                    for index in self._regions)
+
     def exchange(self, spec: RewriteSpec, regions: Sequence[int] | None = None) -> bool:
         """Run under another rewrite spec of the same graphs from the next call on, without tracing;
         return whether that is possible.  `regions`: as for the constructor."""
-        earlier, self._spec = (self._spec, self._regions), spec
-        self._regions = tuple(range(len(spec.regions)) if regions is None else regions)
+        earlier = self._spec, self._regions
+        self._choose(spec, regions)
         try:
             self._run_kept_code()
             made = [self._schedules(each) for each in self._traced]
         except PlanMismatch:
             made = []
         if not made:
-            self._spec, self._regions = earlier
+            self._choose(*earlier)
             return False
         for each, schedules in zip(self._traced, made, strict=True):
             each.schedules, each.unlike = schedules, {}
@@ -201,7 +206,7 @@ class PlanBackend(OutputWatcher):
         if self._lowered is None:
             self._lowered = {}
         other = copy.copy(self)
-        other._spec, other._regions = spec, tuple(regions)
+        other._choose(spec, regions)
         return other
 
     def __call__(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
@@ -367,8 +372,7 @@ class PlanBackend(OutputWatcher):
             self.has_run = True
             self.has_begun |= not leaves_no_trace
             # Such gradients are computed again of the graph as it is written.
-            state = ForwardState(args) if self.fallback is not None and any(
-                False in self._spec.regions[index].cotangents for index in self._regions) else None
+            state = TorchState(args) if self.fallback and self._lacks_gradients else None
             outputs = compiled(*args)
             pass_absent_gradients(outputs)
             differentiate_again(outputs, args, module, self.tell_of_double_backward,
@@ -378,10 +382,8 @@ class PlanBackend(OutputWatcher):
 
         return call
 
-    def _compile(
-        self, module: fx.GraphModule, inputs: Sequence[Any], partition: PartitionFunction,
-        match: Callable[[], Match | None],
-    ) -> Callable[..., Any]:
+    def _compile(self, module: fx.GraphModule, inputs: Sequence[Any], partition: PartitionFunction,
+                 match: Callable[[], Match | None]) -> Callable[..., Any]:
         """Return the captured module, compiled with the graphs of `partition`; `match` is the
         region that it found."""
 
@@ -443,8 +445,7 @@ class PlanBackend(OutputWatcher):
             if difference is not None and region.region_signature is not None:
                 # In a step that may fall back, code may size tensors by values, with equal inputs.
                 difference = self._why_not_served(
-                    region.region_signature, region_signature(lowered), difference
-                )
+                    region.region_signature, region_signature(lowered), difference)
             if difference is None:
                 difference = difference_from_step(self._spec, index, lowered)
             if difference is None:

@@ -19,6 +19,7 @@ import copyreg
 import pickle
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -28,7 +29,6 @@ from planner._apply.blocks import Code, check_blocks, code_of, run_step
 from planner._apply.call_signature import Call, differences, tensor_keys
 from planner._apply.errors import PlanMismatch
 from planner._apply.rewrite_spec import ParameterKey, RewriteSpec
-from planner._apply.step_counts import StepCounts, reason_of_mode
 from planner._graph_capture.foreign_calls import foreign_call
 from planner._graph_capture.module_forward import (
     Forward,
@@ -42,6 +42,41 @@ from planner._graph_capture.module_forward import (
 
 Replan = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], RewriteSpec]
 """Makes a rewrite spec for a model called with these positional and keyword arguments."""
+
+
+@dataclass(slots=True)
+class StepCounts:
+    """Counts of the steps of one model.  A step is a call with gradients enabled; the first one
+    that does not run under the plan for some reason warns of it."""
+
+    planned: int = 0
+    """Steps that ran under a plan."""
+    unplanned: int = 0
+    """Steps that ran unchanged."""
+    last_reason: str | None = None
+    """Reason why the last unplanned step did not run under the plan; `None`: there was none."""
+    _warned: set[str] = field(default_factory=set, repr=False)
+
+    def count(self, reason: str | None) -> None:
+        """Count a step; `reason`: why it did not run under the plan, `None` if it did."""
+        if reason is None:
+            self.planned += 1
+            return
+        self.unplanned += 1
+        self.last_reason = reason
+        self.warn(reason)
+
+    def warn(self, words: str) -> None:
+        """Warn, once."""
+        if words not in self._warned:
+            self._warned.add(words)
+            warnings.warn(words, stacklevel=3)
+
+
+def reason_of_mode(planned_training: bool) -> str:
+    """Return the reason why a step in the other mode than the plan's runs without it."""
+    planned, now = ("train", "eval") if planned_training else ("eval", "train")
+    return f"the plan was made in {planned} mode; this step in {now} mode runs without it"
 
 
 class CountingForward(ForwardOverride):

@@ -51,12 +51,9 @@ class RewrittenRegion:
     backward: fx.GraphModule
 
 
-def rewrite(
-    region: LoweredRegion,
-    insertions: Sequence[Insertion] = (),
-    inplace_reuses: Sequence[InplaceReuse] = (),
-    released: Sequence[int] = (),
-) -> RewrittenRegion:
+def rewrite(region: LoweredRegion, insertions: Sequence[Insertion] = (),
+            inplace_reuses: Sequence[InplaceReuse] = (),
+            released: Sequence[int] = ()) -> RewrittenRegion:
     """Return forward and backward of `region` with these insertions and in-place runs.  `released`:
     outputs of its forward that the caller does not keep alive, so that a run of their op in the
     forward replaces them."""
@@ -74,10 +71,8 @@ class _ReplayInputs:
 class _Rewriter:
     """Emits the runs one by one into a new joint graph, then splits it."""
 
-    def __init__(
-        self, region: LoweredRegion, insertions: Sequence[Insertion],
-        inplace_reuses: Sequence[InplaceReuse], released: Sequence[int],
-    ) -> None:
+    def __init__(self, region: LoweredRegion, insertions: Sequence[Insertion],
+                 inplace_reuses: Sequence[InplaceReuse], released: Sequence[int]) -> None:
         self.region = region
         self.index_of = {op.name: index for index, op in enumerate(region.ops)}
         groups = {insertion.before: insertion.actions for insertion in insertions}
@@ -237,11 +232,9 @@ class _Rewriter:
         self.env[op.node] = new
         for user in op.node.users:
             # A tuple must not outlive its run: it would keep all of its elements alive.
-            if is_tuple_element(user) and not (run and self._is_returned_later(user)):
+            if is_tuple_element(user) and not (
+                    run and self._keeps(self.region.storage_of.get(user, RESIDENT))):
                 self._emit_copy(user)
-
-    def _is_returned_later(self, node: fx.Node) -> bool:
-        return self._keeps(self.region.storage_of.get(node, RESIDENT))
 
     def _keeps(self, storage: int) -> bool:
         """Return whether the first result is still to be returned, so that a replay does not

@@ -26,8 +26,7 @@ from planner._graph_capture.dynamo.distinct_inputs import with_distinct_tensors
 from planner._graph_capture.dynamo.record import Recording, record_training_step
 from planner._graph_capture.dynamo.traced_code import TracedCode
 from planner._graph_capture.errors import CaptureError
-from planner._graph_capture.fake_copies.data_dependent_values import decides_by_values
-from planner._graph_capture.fake_copies.failures import failure
+from planner._graph_capture.fake_copies.data_dependent_values import decides_by_values, failure
 from planner._graph_capture.fake_copies.fake import FakeCopy, device_planned_for, make_fake_copy
 from planner._graph_capture.fake_copies.input_values import assumptions, inputs_without_values
 from planner._graph_capture.fake_copies.skipped_blocks import skipped_blocks
@@ -62,16 +61,15 @@ from planner._graph_capture.plain_step.micro_batch import (
 from planner._graph_capture.plain_step.observed_loss import without_watches
 from planner._graph_capture.progress import Progress
 from planner._graph_capture.rank import RankLayout, Wrapper
-from planner._graph_capture.step.assemble import LossMemory, assemble
-from planner._graph_capture.step.kept import Keeper
+from planner._graph_capture.step.assemble import Keeper, LossMemory, assemble
 from planner._graph_capture.step.regions import RegionUse, count_runs, region_uses
 from planner._graph_capture.step.released_output import with_output_released
 from planner._graph_capture.step.symbolic_region import (
     NamedDimensions,
     SymbolicRegion,
     input_bytes,
+    trace_with_symbols,
 )
-from planner._graph_capture.step.symbolic_trace import trace_with_symbols
 from planner._graph_capture.torch_compat import quiet_fake_tensors, undisturbed_autograd
 from planner._graph_capture.training_graph import (
     ModelOutput,
@@ -294,13 +292,9 @@ def capture_step(
     forced = _forced_arguments(model, kwargs)
     say("copying the model to fake tensors")
     fake_copy = make_fake_copy(
-        model,
-        args,
-        {**kwargs, **dict(forced)},
-        device=device,
+        model, args, {**kwargs, **dict(forced)}, device=device,
         extra=() if loss_fn is None else (loss_fn,),
-        capability=compute_capability(device_planned_for(model, device), gpu),
-    )
+        capability=compute_capability(device_planned_for(model, device), gpu))
     fake_loss = None if loss_fn is None else fake_copy.extra[0]
     fake_copy = replace(fake_copy, answers=answers, autocast=autocast)
     keeps_code &= (backend == "eager" and answers is None and make_layout is None
@@ -432,16 +426,15 @@ def capture_step(
         uses = region_uses(recording, JointVariant(inductor, low_peak=True))
         variants.append(variant(uses, low_peak=True))
 
-    # Code behind the regions, or a loss of the caller's, might read the output.  Inductor's blocks
-    # took more memory without it (GPT-2: 4%), for unknown reasons.
-    elides_output = not holds_output and loss_fn is None and (
-        recording.uncaptured is None
-        or (not inductor and recording.uncaptured.makes_nothing_after(len(recording.calls) - 1)))
-
     @quiet_fake_tensors()
     @undisturbed_autograd()
     @fewer_collections()
     def chunked(chunks: Chunks) -> tuple[StepVariant, ...]:
+        # Code behind the regions, or a loss of the caller's, might read the output.  Inductor's
+        # blocks took more memory without it (GPT-2: 4%), for unknown reasons.
+        uncaptured = recording.uncaptured
+        elides_output = not holds_output and loss_fn is None and (uncaptured is None or (
+            not inductor and uncaptured.makes_nothing_after(len(recording.calls) - 1)))
         found = []
         for widest, inner in chunks if symbolic is None else ():
             cut = region_uses(
@@ -510,12 +503,9 @@ def _rules_since(fake_copy: FakeCopy) -> dict[str, tuple[str, ...]]:
     return rules
 
 
-def _notes(
-    forced: Sequence[tuple[str, object]], recording: Recording, costs: OpCosts,
-    rules: Mapping[str, Sequence[str]], plain_rules: Mapping[str, Sequence[str]],
-    early: EarlyGradients,
-    chosen_because: str,
-) -> tuple[str, ...]:
+def _notes(forced: Sequence[tuple[str, object]], recording: Recording, costs: OpCosts,
+           rules: Mapping[str, Sequence[str]], plain_rules: Mapping[str, Sequence[str]],
+           early: EarlyGradients, chosen_because: str) -> tuple[str, ...]:
     notes = []
     if early:
         notes.append("gradients are used and freed as they come, by hooks of the parameters; what "

@@ -24,6 +24,7 @@ from weakref import WeakValueDictionary
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 Forward = Callable[..., Any]
 """A function of a module's arguments."""
@@ -241,6 +242,16 @@ def _closure(function: types.FunctionType) -> tuple[Any, ...]:
             return None
 
     return tuple(map(content, function.__closure__ or ()))
+
+
+@contextlib.contextmanager
+def removed_afterwards(hooks: Iterable[RemovableHandle]) -> Iterator[None]:
+    """Context of hooks that were registered for it."""
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def modules_of(model: nn.Module) -> list[nn.Module]:

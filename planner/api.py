@@ -25,7 +25,7 @@ from planner._graph_capture.module_forward import own_forward
 from planner._graph_capture.op_costs.headroom import ProbeHeadroom
 from planner._graph_capture.optimizer.in_backward import EarlyGradients
 from planner._graph_capture.plain_step.loss import LossFn
-from planner.arguments.budget import Budget, parse_budget
+from planner.arguments.budget import parse_budget
 from planner.arguments.inputs import describe_inputs, named_dimensions, split_inputs
 from planner.arguments.planning import (
     MOST_CHUNKS,
@@ -150,7 +150,7 @@ def plan(model: nn.Module, inputs: object = None, *, budget_gb: float | None = N
         effort = Effort(solver=planning.solver, time_limit=max(left, time_limit / 2),
                         work_limit=time_limit, is_thorough=time_limit > USUAL_TIME_LIMIT,
                         progress=report)
-        limit_bytes = resolve(limit, prepared)
+        limit_bytes = None if limit is None else limit.resolve(prepared.plain_bytes)
         with told_in_percent(limit, prepared.plain_bytes):
             try:
                 made = agreed(lambda: plan_within(prepared, limit_bytes, effort), prepared,
@@ -340,11 +340,6 @@ def capture_call(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
         keeps_code=keeps_code,
         code=code,
     )
-
-
-def resolve(limit: Budget | None, prepared: PreparedStep) -> int | None:
-    """The budget in bytes, `None` for no limit."""
-    return None if limit is None else limit.resolve(prepared.plain_bytes)
 
 
 def _kind(value: object) -> str:

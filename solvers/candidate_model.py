@@ -55,18 +55,10 @@ class CandidateAnswer:
     """See `solvers.milp.MilpResult`."""
 
 
-def best_of_candidates(
-    problem: Problem,
-    budget_bytes: int,
-    template: Order,
-    *,
-    deadline: float,
-    nodes: int | None = None,
-    limit: float = math.inf,
-    start: Order | None = None,
-    moments: Iterable[Moment] = (),
-    seed: int = 0,
-) -> CandidateAnswer:
+def best_of_candidates(problem: Problem, budget_bytes: int, template: Order, *, deadline: float,
+                       nodes: int | None = None, limit: float = math.inf,
+                       start: Order | None = None, moments: Iterable[Moment] = (),
+                       seed: int = 0) -> CandidateAnswer:
     """Find the cheapest schedule within the budget that only drops recomputations from `template`.
     `nodes` and `limit` (of work) apply to each round of solving.
 

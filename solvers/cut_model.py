@@ -274,10 +274,8 @@ def _live_past_cuts(problem: Problem, cuts: Sequence[int]) -> list[_Live]:
     for cut, end in zip(reversed(cuts), reversed(ends), strict=True):
         demanded = {s for op in ops[cut + 1:end + 1] for s in op.inputs
                     if storages[s].producer <= cut and not storages[s].kept_to_end}
-        last = min(end, len(ops) - 1)
-        allowed = {home for segment in problem.segments[
-            problem.segment_of[min(cut + 1, len(ops) - 1)]:problem.segment_of[last] + 1]
-                   for home in segment.replays}
+        stage = slice(problem.segment_before(cut + 1), problem.segment_before(end) + 1)
+        allowed = {home for segment in problem.segments[stage] for home in segment.replays}
         wanted = demanded | {s for s in carried if storages[s].producer <= cut}
         again: set[int] = set()
         stack = list(wanted)

@@ -47,9 +47,8 @@ def dp(task: Task) -> Proposal:
     for _ in range(ROUNDS):
         nominal = (low + high) // 2
         retained = chain.segmentation(nominal)
-        schedule = (
-            None if retained is None else schedule_from_cuts(problem, (chain.pivot,), (retained,))
-        )
+        schedule = None if retained is None else schedule_from_cuts(
+            problem, (chain.pivot,), (retained,))
         if schedule is None:
             low = nominal
             continue

@@ -46,7 +46,7 @@ def region_after(problem: Problem, pivot: int) -> Region:
     """Return the ops and storages that may be recomputed after the first run of op `pivot`; O(ops +
     reads)."""
     ops, storages = problem.ops, problem.storages
-    here = problem.segment_of[min(pivot + 1, len(ops) - 1)]
+    here = problem.segment_before(pivot + 1)
     allowed = {home for segment in problem.segments[here:] for home in segment.replays}
     needed = sorted({s for op in ops[pivot + 1:] for s in op.inputs
                      if storages[s].producer <= pivot and not storages[s].kept_to_end})

@@ -72,8 +72,7 @@ def problem_from_node_link(data: Any, name: str = "") -> Problem:
         ops.append(Op(
             name=str(fields.get("label", node)), cost=float(_number(node, fields, "cost")),
             inputs=tuple(sorted(graph.predecessors(node))), outputs=(node,),
-            recomputable=not backward,
-        ))
+            recomputable=not backward))
     rate = graph.graph.get("bytes_per_cost")
     if rate is not None and (isinstance(rate, bool) or not isinstance(rate, int | float)):
         raise ValueError(f"expected a number as 'bytes_per_cost' of the graph, got {rate!r}")

@@ -48,14 +48,8 @@ def lazy_schedule(problem: Problem, budget_bytes: int) -> Order | None:
     return counted_walk(problem, budget_bytes, EvictionHeuristic(), 12 * len(problem) + 1000)[0]
 
 
-def counted_walk(
-    problem: Problem,
-    budget_bytes: int,
-    heuristic: EvictionHeuristic,
-    max_runs: int,
-    *,
-    max_work: float = math.inf,
-) -> tuple[Order | None, float]:
+def counted_walk(problem: Problem, budget_bytes: int, heuristic: EvictionHeuristic, max_runs: int,
+                 *, max_work: float = math.inf) -> tuple[Order | None, float]:
     """Like `lazy_schedule`, but also return the work of the walk (see `solvers.milp.MilpResult`),
     which gives up after `max_runs` runs or `max_work`."""
     walk = _Walk(problem, budget_bytes, heuristic, max_runs, max_work)
@@ -77,14 +71,8 @@ class _Frame:
 
 
 class _Walk:
-    def __init__(
-        self,
-        problem: Problem,
-        budget_bytes: int,
-        heuristic: EvictionHeuristic,
-        max_runs: int,
-        max_work: float,
-    ) -> None:
+    def __init__(self, problem: Problem, budget_bytes: int, heuristic: EvictionHeuristic,
+                 max_runs: int, max_work: float) -> None:
         self.work = _WORK_PER_OP * len(problem)
         self.max_work = max_work
         self.problem = problem
@@ -172,7 +160,7 @@ class _Walk:
         self.schedule.append(frame.op)
         for storage in described.inputs:
             self.locks[storage] -= 1
-        here = self.problem.segment_of[min(self.stage, len(self.problem) - 1)]
+        here = self.problem.segment_before(self.stage)
         for storage in described.outputs:
             if not self.held[storage]:
                 self._hold(storage)
@@ -186,7 +174,7 @@ class _Walk:
         need = described.workspace_bytes + sum(
             self.size[s] for s in described.outputs
             if not self.held[s] or (again and self.problem.storages[s].kept_to_end))
-        here = self.problem.segment_of[min(self.stage, len(self.problem) - 1)]
+        here = self.problem.segment_before(self.stage)
         candidate = next((s for s in described.inplace if self.locks[s] == 1 and self.evictable[s]
                           and self.born_in[s] == here), None)
         after = self.stage + (not again)  # uses from then on are not those of this run

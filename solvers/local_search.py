@@ -102,7 +102,7 @@ def _anneal(problem: Problem, budget: int, schedule: Order, moves: int, time_lim
         number, within = divmod(done / moves * _ROUNDS, 1.0)
         if int(number) != current:
             current = int(number)
-            walk.next_round()
+            walk.start_from(walk.best)
         # Each round cools from a lower start than the one before.
         walk.batch(mean_cost * 0.6 * 0.6 ** current * 0.02 ** within)
     return walk.best
@@ -146,10 +146,6 @@ class _Walk:
         self.budget, self.best, self.best_cost = budget, None, math.inf
         self.excess = self._excess()
         self._note()
-
-    def next_round(self) -> None:
-        """Go back to the best schedule, if there is one, and look at the excess the other way."""
-        self.start_from(self.best)
 
     def start_from(self, schedule: Order | None) -> None:
         """Go to a schedule, if there is one, and look at the excess the other way."""

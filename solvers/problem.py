@@ -159,14 +159,16 @@ class Problem:
             homes.extend([index] * (end - len(homes)))
         return tuple(homes)
 
+    def segment_before(self, next_first_run: int) -> int:
+        """The segment of what runs just before the first run of `next_first_run`."""
+        return self.segment_of[min(next_first_run, len(self.ops) - 1)]
+
     def may_replay(self, op: int, next_first_run: int) -> bool:
         """Return whether `op` may be recomputed just before the first run of `next_first_run`
         (`len(problem)`: after the last first run)."""
         if not self.ops[op].recomputable or op >= next_first_run:
             return False
-        home = self.segment_of[op]
-        here = self.segment_of[min(next_first_run, len(self.ops) - 1)]
-        return home in self.segments[here].replays
+        return self.segment_of[op] in self.segments[self.segment_before(next_first_run)].replays
 
     def may_transfer(self, storage: int, next_first_run: int) -> bool:
         """Return whether `storage` may be stored or fetched just before the first run of
@@ -174,7 +176,7 @@ class Problem:
         made = self.storages[storage]
         if self.link is None or not made.offloadable or made.producer >= next_first_run:
             return False
-        here = self.segment_of[min(next_first_run, len(self.ops) - 1)]
+        here = self.segment_before(next_first_run)
         return self.segment_of[made.producer] in (here, *self.segments[here].replays)
 
     def fixed_bytes(self, op: int) -> int:
@@ -234,7 +236,6 @@ def _check(problem: Problem) -> None:
                 raise ValueError(f"op {index} ({op.name}) lists output {storage}, made elsewhere")
         for storage in op.inplace:
             if storage not in op.inputs or len(op.outputs) != 1 or (
-                storages[storage].size_bytes != storages[op.outputs[0]].size_bytes
-            ):
+                    storages[storage].size_bytes != storages[op.outputs[0]].size_bytes):
                 raise ValueError(f"op {index} ({op.name}) may take over only an input of the size "
                                  f"of its single output, got storage {storage}")

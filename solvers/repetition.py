@@ -31,11 +31,6 @@ class Run(NamedTuple):
     period: int
 
     @property
-    def times(self) -> int:
-        """Number of occurrences of the stretch, the last one perhaps not whole."""
-        return -(-(self.stop - self.start) // self.period)
-
-    @property
     def spared(self) -> int:
         """Number of ops after the first stretch."""
         return self.stop - self.start - self.period

@@ -14,13 +14,8 @@ from planner.solvers.problem import Order, Problem
 from planner.solvers.simulator import Timeline, unroll
 
 
-def schedule_from_cuts(
-    problem: Problem,
-    cuts: Sequence[int],
-    retained: Sequence[Collection[int]],
-    *,
-    early: bool = False,
-) -> Order:
+def schedule_from_cuts(problem: Problem, cuts: Sequence[int], retained: Sequence[Collection[int]],
+                       *, early: bool = False) -> Order:
     """Return the schedule that retains `retained[i]` past the first run of op `cuts[i]`
     (ascending).
 

@@ -238,7 +238,7 @@ def _segments_of_runs(problem: Problem, runs: Schedule) -> tuple[int, ...]:
                     and problem.may_transfer(index.storage, following)):
                 raise IllegalSchedule(f"position {position} holds {index}, in a segment that must "
                                       "not move it, or of a storage that is not offloadable")
-            where[position] = problem.segment_of[min(following, len(ops) - 1)]
+            where[position] = problem.segment_before(following)
             continue
         if is_first[position]:
             following = index
@@ -250,7 +250,7 @@ def _segments_of_runs(problem: Problem, runs: Schedule) -> tuple[int, ...]:
         if not problem.may_replay(index, following):
             raise IllegalSchedule(f"run {position} recomputes op {index} ({ops[index].name}) "
                                   "in a segment that must not recompute it")
-        where[position] = problem.segment_of[min(following, len(ops) - 1)]
+        where[position] = problem.segment_before(following)
     check_order([(where[position], action) for position, action in transfers])
     return tuple(where)
 

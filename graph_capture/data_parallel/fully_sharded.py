@@ -37,6 +37,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from planner._graph_capture.module_forward import removed_afterwards
 from planner._graph_capture.rank import MakeBuffer, Wrapper
 from planner._graph_capture.torch_compat import pytree
 from planner._graph_capture.training_graph import BufferKind
@@ -143,10 +144,9 @@ class FullySharded:
             module.register_forward_hook(
                 torch.compiler.disable(partial(self._post_forward, unit))))]
         try:
-            yield
+            with removed_afterwards(hooks):
+                yield
         finally:
-            for hook in hooks:
-                hook.remove()
             # Autograd's nodes keep this object alive, and the caller may keep the nodes alive: the
             # garbage collector does not see such cycles.
             self._make = None
@@ -285,18 +285,9 @@ class _Passage(torch.autograd.Function):
 class IntoBuckets(Wrapper):
     """Frees each gradient once it is computed: it is in its bucket (`gradient_as_bucket_view`)."""
 
-    @contextlib.contextmanager
-    def _attached(self, model: nn.Module) -> Iterator[None]:
-        hooks = [parameter.register_post_accumulate_grad_hook(_release_gradient)
-                 for parameter in model.parameters() if parameter.requires_grad]
-        try:
-            yield
-        finally:
-            for hook in hooks:
-                hook.remove()
-
     def attached(self, model: nn.Module, make: MakeBuffer) -> AbstractContextManager[None]:
-        return self._attached(model)
+        return removed_afterwards([parameter.register_post_accumulate_grad_hook(_release_gradient)
+                                   for parameter in model.parameters() if parameter.requires_grad])
 
 
 class Sharded(Wrapper):

@@ -32,8 +32,7 @@ from planner._graph_capture.dynamo.stub_graphs import (
 from planner._graph_capture.dynamo.traced_code import TracedCode, TracedGraph, as_written
 from planner._graph_capture.dynamo.uncaptured import GapTracker, UncapturedCode
 from planner._graph_capture.errors import CaptureError, DataDependentValue
-from planner._graph_capture.fake_copies.data_dependent_values import data_dependent_value
-from planner._graph_capture.fake_copies.failures import failure
+from planner._graph_capture.fake_copies.data_dependent_values import data_dependent_value, failure
 from planner._graph_capture.fake_copies.fake import FakeCopy
 from planner._graph_capture.fake_copies.input_values import named_inputs, values_of_inputs
 from planner._graph_capture.joint_graph.joint import primals_of

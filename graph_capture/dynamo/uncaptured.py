@@ -84,7 +84,8 @@ class GapTracker(MemoryTracker):
         self._made: dict[int, int] = {}  # number of a storage -> gap
         self._gone: dict[int, int] = {}
         self._peaks: list[int] = []  # by gap
-        self._calls = 0
+        self.calls = 0
+        """Number of region forwards that have begun."""
         self._kinds: dict[int, BufferKind] = {}  # by number of a storage
         self._before_forward: dict[int, int] = {}
         self._last_of_loss = 0
@@ -95,24 +96,14 @@ class GapTracker(MemoryTracker):
         self._gradients: dict[tuple[int, int], int | None] = {}
         self._watched: list[weakref.ref[torch.UntypedStorage]] = []
 
-    @classmethod
-    def is_infra_mode(cls) -> bool:
-        """True: Dynamo runs compiled code only under such modes."""
-        return True
-
     @property
     def made_any(self) -> bool:
         """True if uncaptured code has made a storage so far."""
         return bool(self._made)
 
-    @property
-    def calls(self) -> int:
-        """Number of region forwards that have begun."""
-        return self._calls
-
     def begin_forward(self, inputs: Sequence[object]) -> int:
         """Begin a region's forward; returns the number of the call."""
-        call, self._calls = self._calls, self._calls + 1
+        call, self.calls = self.calls, self.calls + 1
         self._before_forward[call] = self._gap
         self._link(self._inputs, call, inputs)
         self._paused = True

@@ -25,7 +25,13 @@ from planner._graph_capture.fake_copies.storage_less import (
     makes_size_by_values,
 )
 from planner._graph_capture.model_state import remembered_state
-from planner._graph_capture.torch_compat import NoStaticShape, TorchDispatchMode, pytree
+from planner._graph_capture.torch_compat import (
+    NoStaticShape,
+    TorchDispatchMode,
+    UnsupportedOperatorException,
+    pytree,
+    schema_of,
+)
 from planner._graph_capture.user_code import place_of
 
 
@@ -45,10 +51,19 @@ def data_dependent_value(error: BaseException) -> DataDependentValue:
     return asked
 
 
+def failure(error: BaseException) -> str:
+    """The error with its type; for an op without a fake kernel, instructions to register one."""
+    if isinstance(error, UnsupportedOperatorException):
+        name = schema_of(error.func).name
+        return (f"{name} has no fake kernel, which says what shapes its results have: "
+                f'register one with @torch.library.register_fake("{name}")')
+    return f"{type(error).__name__}: {error}"
+
+
 def data_dependent_values(model: nn.Module, call: Callable[[], object]) -> tuple[Answer, ...]:
     """The values that `call`, which calls the model, asks for, in order.  A result whose size
     depends on values is a meta tensor."""
-    recorder, restore = _ValueRecorder(), remembered_state(model)
+    recorder, restore = ValueRecorder(), remembered_state(model)
     try:
         with torch.no_grad(), recorder:
             call()
@@ -63,7 +78,9 @@ def decides_by_values(answers: tuple[Answer, ...] | None) -> bool:
     return bool(answers) and all(answer.op in VALUE_OPS for answer in answers or ())
 
 
-class _ValueRecorder(TorchDispatchMode):
+class ValueRecorder(TorchDispatchMode):
+    """Records the values that code asks for, in order."""
+
     def __init__(self) -> None:
         super().__init__()
         self.values: list[Answer] = []

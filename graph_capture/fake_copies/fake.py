@@ -94,6 +94,10 @@ class FakeCopy:
     kernels: DeviceKernels | None = None
     """Replaces the kernels of an absent `device`; `None`: torch chooses."""
 
+    def originals(self) -> dict[int, torch.Tensor]:
+        """The tensors of the original by identity of their fake copies."""
+        return {id(fake): original for original, fake in self.fake_of.items()}
+
     def forward_context(self) -> AbstractContextManager[Any]:
         """The autocast context of forward and loss; an active outer autocast applies as well."""
         return (nullcontext() if self.autocast is None
@@ -131,15 +135,10 @@ class FakeCopy:
         return found
 
 
-def make_fake_copy(
-    model: nn.Module,
-    args: tuple[Any, ...] = (),
-    kwargs: Mapping[str, Any] | None = None,
-    *,
-    device: torch.device | str | None = None,
-    extra: Iterable[Any] = (),
-    capability: tuple[int, int] | None = None,
-) -> FakeCopy:
+def make_fake_copy(model: nn.Module, args: tuple[Any, ...] = (),
+                   kwargs: Mapping[str, Any] | None = None, *,
+                   device: torch.device | str | None = None, extra: Iterable[Any] = (),
+                   capability: tuple[int, int] | None = None) -> FakeCopy:
     """The fake copy of `model` and of the call `model(*args, **kwargs)`.
 
     `device` is the one planned for: by default the model's own, the CPU for a model on `meta` or
@@ -160,14 +159,9 @@ def make_fake_copy(
     return replace(fake_copy, kernels=DeviceKernels(capability))
 
 
-def fake_copy_by(
-    copier: FakeCopier,
-    model: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-    extra: tuple[Any, ...],
-    planned: torch.device,
-) -> FakeCopy:
+def fake_copy_by(copier: FakeCopier, model: nn.Module, args: tuple[Any, ...],
+                 kwargs: Mapping[str, Any], extra: tuple[Any, ...],
+                 planned: torch.device) -> FakeCopy:
     """The fake copy that `copier` makes, with sizes as the allocator of `planned` counts them."""
     fake_copy = copier.module(model)
     take_down(fake_copy)  # An active plan is not part of the model.

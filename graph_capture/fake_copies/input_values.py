@@ -17,7 +17,7 @@ from planner._graph_capture.torch_compat import FakeTensor, may_be_known, pytree
 
 def values_of_inputs(fake_copy: FakeCopy) -> Mapping[int, torch.Tensor]:
     """By identity of an input of the fake copy, a tensor with its values."""
-    original_of = {id(fake): original for original, fake in fake_copy.fake_of.items()}
+    original_of = fake_copy.originals()
     found = {}
     for _, leaf in named_inputs(fake_copy):
         source = leaf if not isinstance(leaf, FakeTensor) else original_of.get(id(leaf), leaf)
@@ -30,7 +30,7 @@ def values_of_inputs(fake_copy: FakeCopy) -> Mapping[int, torch.Tensor]:
 
 def inputs_without_values(fake_copy: FakeCopy) -> frozenset[str]:
     """Names of the inputs whose values are not known, of a fake copy of fake tensors."""
-    original_of = {id(fake): original for original, fake in fake_copy.fake_of.items()}
+    original_of = fake_copy.originals()
     return frozenset(name for name, leaf in named_inputs(fake_copy)
                      if has_no_values(original_of.get(id(leaf), leaf)))
 

@@ -11,14 +11,15 @@ block has run; a block that runs more often in another call than in this one.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from planner._graph_capture.errors import DataDependentValue
+from planner._graph_capture.module_forward import removed_afterwards
 from planner._graph_capture.torch_compat import pytree
 
 if TYPE_CHECKING:
@@ -35,13 +36,11 @@ def skipped_blocks(fake_copy: FakeCopy, blocks: Sequence[str]) -> SkippedBlocks:
     hooks = [model.get_submodule(name).register_forward_pre_hook(
         lambda *_, name=name: ran.add(name)) for name in blocks]
     try:
-        with fake_copy.as_on_device(), fake_copy.forward_context(), torch.no_grad(), fake_copy.mode:
+        with (removed_afterwards(hooks), fake_copy.as_on_device(), fake_copy.forward_context(),
+              torch.no_grad(), fake_copy.mode):
             fake_copy.call()
     except DataDependentValue:
         return ()  # the code asks for more where it is not traced
-    finally:
-        for hook in hooks:
-            hook.remove()
     behind: dict[str, list[str]] = {}
     for place, name in enumerate(blocks):
         if name in ran:
@@ -55,17 +54,11 @@ def skipped_blocks(fake_copy: FakeCopy, blocks: Sequence[str]) -> SkippedBlocks:
     return tuple((name, tuple(names)) for name, names in behind.items())
 
 
-@contextlib.contextmanager
-def running_skipped(model: nn.Module, skipped: SkippedBlocks) -> Iterator[None]:
+def running_skipped(model: nn.Module, skipped: SkippedBlocks) -> AbstractContextManager[None]:
     """Inside, one call of the model runs the skipped blocks as well."""
-    hooks = [model.get_submodule(name).register_forward_hook(
+    return removed_afterwards([model.get_submodule(name).register_forward_hook(
         _RunsBehind([model.get_submodule(each) for each in names]), with_kwargs=True)
-             for name, names in skipped]
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
+                               for name, names in skipped])
 
 
 class _RunsBehind:

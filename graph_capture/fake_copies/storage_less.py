@@ -137,26 +137,15 @@ def storage_less_copy(fake_copy: FakeCopy, extra: tuple[Any, ...] = (), *,
     # The number of rows of a sparse gradient depends on values, which are then not assumed.
     is_sparse = any(getattr(module, "sparse", False) is True
                     for module in fake_copy.model.modules())
-    copier = StorageLessCopier({id(fake): original for original, fake in fake_copy.fake_of.items()},
-                               device, unknown_is_zero=unknown_is_zero,
+    copier = StorageLessCopier(fake_copy.originals(), device, unknown_is_zero=unknown_is_zero,
                                planned=None if device.type == "cuda" else fake_copy.device,
                                assumes_values=not is_sparse)
     made = fake_copy_by(
-        copier,
-        fake_copy.model,
-        fake_copy.args,
-        fake_copy.kwargs,
-        (*fake_copy.extra, *extra),
-        fake_copy.device,
-    )
+        copier, fake_copy.model, fake_copy.args, fake_copy.kwargs, (*fake_copy.extra, *extra),
+        fake_copy.device)
     return replace(
-        made,
-        answers=fake_copy.answers,
-        autocast=fake_copy.autocast,
-        kernels=fake_copy.kernels,
-        dice=fake_copy.dice,
-        skipped=fake_copy.skipped,
-    )
+        made, answers=fake_copy.answers, autocast=fake_copy.autocast, kernels=fake_copy.kernels,
+        dice=fake_copy.dice, skipped=fake_copy.skipped)
 
 
 class StorageLessMode(TorchDispatchMode):
@@ -439,13 +428,8 @@ class StorageLessCopier(FakeCopier):
 
     def tensor(self, real: torch.Tensor) -> torch.Tensor:
         original = self._original_of.get(id(real), real)
-        is_assumed = (
-            self._assumes_values
-            and self._is_input
-            and original.is_meta
-            and not isinstance(original, FakeTensor)
-            and may_be_known(original)
-        )
+        is_assumed = (self._assumes_values and self._is_input and original.is_meta
+                      and not isinstance(original, FakeTensor) and may_be_known(original))
         if real not in self.fake_of and (is_assumed or _worth_knowing(original)):
             # An input without values: `graph_capture.fake_copies.input_values`.
             known = (assumed_value(original, self.device) if is_assumed

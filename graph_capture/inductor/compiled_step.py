@@ -171,9 +171,7 @@ class CompiledTracer:
         return CompiledStep(
             peak_bytes,
             {kind: row[moment] if moment >= 0 else 0 for kind, row in memory_timeline.items()},
-            memory_timeline,
-            backward_begins,
-        )
+            memory_timeline, backward_begins)
 
 
 def _count(stretch: LeftOut, trace: MemoryTrace, backward_begins: int,

@@ -39,7 +39,6 @@ imported here: start, stop and period of each run."""
 class LeftOut:
     """Omitted copies of one stretch."""
 
-    copies: int
     saved_bytes: int
     """Bytes that all the copies together would save."""
     gradient_bytes: int
@@ -118,10 +117,6 @@ class _Cut:
 
     there: _Window
     back: _Window
-
-    @property
-    def copies(self) -> int:
-        return (self.back.stop - self.back.start) // self.back.period
 
 
 class _Sequence:
@@ -265,7 +260,6 @@ def _breakdowns(there: _Sequence, back: _Sequence, cuts: Iterable[_Cut],
 
     stay = {root: index for root, index in gradients.items() if not is_out(index)}
     return tuple(LeftOut(
-        cut.copies,
         total(lost, cut.there.start, cut.there.stop),
         total(gradients, cut.back.start, cut.back.stop),
         total(held, 0, cut.there.start), total(stay, 0, cut.back.start)) for cut in cuts)

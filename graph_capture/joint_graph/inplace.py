@@ -87,10 +87,8 @@ def inplace_candidates(
             continue
         if writer is not None and not writer.accepts(position):
             continue
-        if operand not in found and all(
-            _same_view(operand, other) for other in node.all_input_nodes
-            if share_storage(operand, other)
-        ):
+        if operand not in found and all(_same_view(operand, other) for other in node.all_input_nodes
+                                        if share_storage(operand, other)):
             found.append(operand)
     return tuple(found)
 

@@ -245,7 +245,8 @@ class _Lowering:
         name = self.namer.name(phase, module, target)
         call = describe_call(node, self.references)
         structure = describe_structure(node, self.region_signatures)
-        candidates = inplace_candidates(node, self._same_base) if len(outputs) == 1 else ()
+        candidates = () if len(outputs) != 1 else inplace_candidates(
+            node, lambda left, right: self.base_of[left] is self.base_of[right])
         usable = [(self.storage_of[operand], operand) for operand in candidates
                   if self.storage_of.get(operand, RESIDENT) != RESIDENT
                   and same_sizes([self._storage_bytes(operand)], [self.sizes[outputs[0]]])]
@@ -293,9 +294,6 @@ class _Lowering:
     def _is_element_of_op(self, node: fx.Node, base: fx.Node) -> bool:
         """True if the node picks a result of an op that makes several, not a part of a view."""
         return is_tuple_element(node) and base not in self.storage_of
-
-    def _same_base(self, left: fx.Node, right: fx.Node) -> bool:
-        return self.base_of[left] is self.base_of[right]
 
 
 def _aliased_operand(node: fx.Node) -> fx.Node | None:

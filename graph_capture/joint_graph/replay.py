@@ -49,16 +49,16 @@ _SEEDS = frozenset({
 })
 """Seeds of Inductor's own random ops, which are functions of them: a few bytes."""
 
-_DROPOUT_ARGUMENT = {
-    "aten::_scaled_dot_product_flash_attention": "dropout_p",
-    "aten::_scaled_dot_product_flash_attention_for_cpu": "dropout_p",
-    "aten::_scaled_dot_product_efficient_attention": "dropout_p",
-    "aten::_scaled_dot_product_cudnn_attention": "dropout_p",
-    "aten::_scaled_dot_product_fused_attention_overrideable": "dropout_p",
-    "aten::_flash_attention_forward": "dropout_p",
-    "aten::_efficient_attention_forward": "dropout_p",
-}
-"""Ops that torch tags as random, but that are deterministic where this argument is 0."""
+_WITH_DROPOUT = frozenset({
+    "aten::_scaled_dot_product_flash_attention",
+    "aten::_scaled_dot_product_flash_attention_for_cpu",
+    "aten::_scaled_dot_product_efficient_attention",
+    "aten::_scaled_dot_product_cudnn_attention",
+    "aten::_scaled_dot_product_fused_attention_overrideable",
+    "aten::_flash_attention_forward",
+    "aten::_efficient_attention_forward",
+})
+"""Ops that torch tags as random, but that are deterministic where their `dropout_p` is 0."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,18 +119,12 @@ def draws(target: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
     """True if this call of an op draws from a random generator."""
     if torch.Tag.nondeterministic_seeded not in target.tags:
         return False
-    argument = _DROPOUT_ARGUMENT.get(schema_of(target).name)
-    return argument is None or _argument(target, args, kwargs, argument) != 0
-
-
-def _argument(target: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], name: str
-              ) -> object:
-    if name in kwargs:
-        return kwargs[name]
-    for position, argument in enumerate(schema_of(target).arguments):
-        if argument.name == name:
-            return args[position] if position < len(args) else argument.default_value
-    return None
+    schema = schema_of(target)
+    if schema.name not in _WITH_DROPOUT:
+        return True
+    given = {argument.name: argument.default_value for argument in schema.arguments}
+    given |= zip(tuple(given), args, strict=False)
+    return {**given, **kwargs}["dropout_p"] != 0
 
 
 CPU_GENERATOR_STATE_BYTES = 5056

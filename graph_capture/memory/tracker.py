@@ -149,13 +149,6 @@ class MemoryTracker(TorchDispatchMode):
         """Numbers of the storages alive now."""
         return set(self._references)
 
-    def alive_at_peak(self) -> tuple[Mapping[int, int], int]:
-        """Bytes by storage number, and workspace, at the first moment of the highest memory."""
-        alive = self.trace(lambda number: Category.ACTIVATIONS).alive_at_peak()
-        storages = {number: self._sizes[number] for number in alive
-                    if number not in self._workspaces}
-        return storages, sum(self._sizes[number] for number in alive) - sum(storages.values())
-
     def trace(self, category_of: Callable[[int], Category],
               labels: Mapping[int, str] | None = None) -> MemoryTrace:
         """The trace so far; `category_of`: the category of a storage by number (workspace is

@@ -49,11 +49,9 @@ class OpCost:
 class OpCosts:
     """Costs of the ops on one device; workspace is measured once for each signature."""
 
-    def __init__(
-        self, device: torch.device, *, cost_model: str = "roofline", probe: bool = True,
-        gpu: str | Gpu | None = None, progress: Progress | None = None,
-        headroom: Callable[[], int] | None = None,
-    ) -> None:
+    def __init__(self, device: torch.device, *, cost_model: str = "roofline", probe: bool = True,
+                 gpu: str | Gpu | None = None, progress: Progress | None = None,
+                 headroom: Callable[[], int] | None = None) -> None:
         """`gpu`: whose figures to use, from the table; `progress` receives the number of timed ops
         now and then; `headroom`: as for `OpProbe`."""
         self.device_model = device_model(device, gpu=gpu)

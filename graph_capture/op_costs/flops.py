@@ -133,12 +133,11 @@ def _recurrent(call: OpCall) -> int:
 _FORMULAS: dict[str, Formula] = {
     **dict.fromkeys(("addbmm", "mv", "addmv", "dot", "vdot", "_int_mm", "matmul"),
                     _matrix_product),
-    **dict.fromkeys(("linear", "mkldnn_linear", "_mkl_linear"),
+    **dict.fromkeys(("linear", "mkldnn_linear", "_mkl_linear", "int8_linear_matmul",
+                     "int8_scaled_mm"),
                     lambda call: 2 * call.inputs[0].numel() * call.inputs[1].shape[0]),
     **dict.fromkeys(("gemm_4bit", "gemv_4bit"),  # the second operand is packed
                     lambda call: 2 * call.inputs[0].numel() * call.args[2][0]),
-    **dict.fromkeys(("int8_linear_matmul", "int8_scaled_mm"),
-                    lambda call: 2 * call.inputs[0].numel() * call.inputs[1].shape[0]),
     "int8_mixed_scaled_mm": lambda call: 2 * call.inputs[0].numel() * call.args[2].shape[0],
     **dict.fromkeys(("outer", "ger"), lambda call: 2 * call.outputs[0].numel()),
     **dict.fromkeys(("cudnn_convolution", "miopen_convolution", "mkldnn_convolution",

@@ -28,8 +28,7 @@ import statistics
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -188,7 +187,8 @@ class OpProbe:
         if not self._has_headroom(tensors):
             return None
         measurement = {"workspace": self._workspace, "seconds": self._duration}[quantity]
-        with no_active_modes(), torch.no_grad(), _random_state_kept(self.device):
+        devices = [self.device] if self.device.type == "cuda" else []
+        with no_active_modes(), torch.no_grad(), torch.random.fork_rng(devices):
             try:
                 real = Materializer(self.device)
                 real_args, real_kwargs = real.tree(args), real.tree(dict(kwargs))
@@ -330,19 +330,6 @@ def _environment(device: torch.device) -> str:
     return "|".join(map(str, (
         device.type, name, torch.__version__, torch.get_num_threads(),
         torch.are_deterministic_algorithms_enabled(), torch.backends.mkldnn.enabled)))
-
-
-@contextmanager
-def _random_state_kept(device: torch.device) -> Iterator[None]:
-    """Restores the global random state of the CPU and of `device` afterwards."""
-    of_cpu = torch.get_rng_state()
-    of_gpu = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-    try:
-        yield
-    finally:
-        torch.set_rng_state(of_cpu)
-        if of_gpu is not None:
-            torch.cuda.set_rng_state(of_gpu, device)
 
 
 class Materializer:

@@ -13,13 +13,13 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager
 
 import torch
 from torch import nn
 
 from planner._graph_capture.fake_copies.fake import FakeCopy
 from planner._graph_capture.memory.tracker import Workspace
+from planner._graph_capture.module_forward import removed_afterwards
 from planner._graph_capture.optimizer.named import instances
 from planner._graph_capture.optimizer.step import trace_optimizer_steps
 from planner._graph_capture.rank import MakeBuffer, Wrapper
@@ -40,11 +40,8 @@ class UsesGradients(Wrapper):
     def frees(self) -> frozenset[str]:
         return frozenset(self.early)
 
-    def attached(self, model: nn.Module, make: MakeBuffer) -> AbstractContextManager[None]:
-        return self._attached(model, make)
-
     @contextlib.contextmanager
-    def _attached(self, model: nn.Module, make: MakeBuffer) -> Iterator[None]:
+    def attached(self, model: nn.Module, make: MakeBuffer) -> Iterator[None]:
         def use(parameter: torch.Tensor) -> None:
             if size_bytes := self.early[names[id(parameter)]]:
                 make(size_bytes, BufferKind.TEMPORARY)  # and released at once
@@ -54,11 +51,8 @@ class UsesGradients(Wrapper):
                       if name in self.early and parameter.requires_grad]
         names = {id(parameter): name for name, parameter in parameters}
         hooks = [parameter.register_post_accumulate_grad_hook(use) for _, parameter in parameters]
-        try:
+        with removed_afterwards(hooks):
             yield
-        finally:
-            for hook in hooks:
-                hook.remove()
 
 
 def early_gradients(optimizer: object, fake_copy: FakeCopy, workspace: Workspace) -> EarlyGradients:

@@ -29,7 +29,7 @@ import torch
 from torch.optim import Optimizer
 
 from planner._graph_capture.errors import CaptureError
-from planner._graph_capture.fake_copies.failures import failure
+from planner._graph_capture.fake_copies.data_dependent_values import failure
 from planner._graph_capture.fake_copies.fake import FakeCopy
 from planner._graph_capture.fake_copies.storage_less import (
     StorageLessCopier,
@@ -211,10 +211,8 @@ class _Steps:
         if given is None:
             with storage_less.mode, self.tracker:  # some make their state at once
                 self.steppers = make_optimizers(
-                    optimizer,
-                    self.trainable,
-                    [id(storage_less.parameters[name]) for name in sparse],
-                )
+                    optimizer, self.trainable,
+                    [id(storage_less.parameters[name]) for name in sparse])
         else:
             self.steppers = _copied(given, fake_copy, storage_less)
         groups = [group for stepper in self.steppers for group in stepper.param_groups]

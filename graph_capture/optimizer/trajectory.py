@@ -14,14 +14,16 @@ from __future__ import annotations
 import copy
 import inspect
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
-from planner._graph_capture.fake_copies.storage_less import VALUE_OPS, Answer
-from planner._graph_capture.torch_compat import TorchDispatchMode, no_active_modes, pytree
+from planner._graph_capture.fake_copies.data_dependent_values import ValueRecorder
+from planner._graph_capture.fake_copies.storage_less import Answer
+from planner._graph_capture.torch_compat import no_active_modes, pytree
 
 _VARIABLES = 512
 """Minimum of variables of the quadratic; L-BFGS without rounding would need as many iterations."""
@@ -134,10 +136,10 @@ class OptimizerTrajectory:
 
     def step(self) -> list[Answer]:
         """Run one step; returns the values that the optimizer's code asked for, in order."""
-        answers = _Answers()
-        with no_active_modes(), answers:
+        recorder = ValueRecorder()
+        with no_active_modes(), recorder:
             self._optimizer.step(self._evaluate)
-        return answers.given
+        return [replace(answer, operands=None) for answer in recorder.values]  # of larger tensors
 
     def _evaluate(self) -> torch.Tensor:
         self.evaluations += 1
@@ -148,18 +150,3 @@ class OptimizerTrajectory:
                     [p.numel() for p in self._parameters]), strict=True):
                 parameter.grad = part.view_as(parameter)
             return point.dot(slope) / 2
-
-
-class _Answers(TorchDispatchMode):
-    """Records the values of tensors that code asks for."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.given: list[Answer] = []
-
-    def __torch_dispatch__(self, func: Any, types: Collection[type], args: Sequence[Any] = (),
-                           kwargs: Mapping[str, Any] | None = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        if func in VALUE_OPS:
-            self.given.append(Answer(func, None, out))
-        return out

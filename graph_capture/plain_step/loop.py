@@ -86,10 +86,8 @@ class PlainLoop:
         """Parameters, buffers and inputs, a block for each storage."""
         layout = self.layout
         return resident_blocks(
-            self.fake_copy,
-            self.fake_copy.resident if layout is None else layout.resident,
-            is_sharded=layout is not None,
-        )
+            self.fake_copy, self.fake_copy.resident if layout is None else layout.resident,
+            is_sharded=layout is not None)
 
     @without_watches()
     @quiet_fake_tensors()
@@ -140,12 +138,9 @@ class PlainLoop:
     def _trace_inference(self, fake_copy: FakeCopy, _: LossFn | None, __: bool) -> MemoryTrace:
         locate = ModuleLocator(fake_copy.model)
         tracker = MemoryTracker(
-            self._costs.workspace_bytes,
-            device=fake_copy.device,
-            trace_device=fake_copy.trace_device,
-            resident=fake_copy.fake_of.values(),
-            module_of_op=locate,
-        )
+            self._costs.workspace_bytes, device=fake_copy.device,
+            trace_device=fake_copy.trace_device, resident=fake_copy.fake_of.values(),
+            module_of_op=locate)
         with (_evaluating(fake_copy.model), torch.no_grad(), fake_copy.as_on_device(),
               fake_copy.forward_context(), locate):
             with fake_copy.mode, tracker:

@@ -168,12 +168,9 @@ def trace_loss(loss_fn: LossFn | None, output: Any, fake_copy: FakeCopy,
     def gradient(tensor: torch.Tensor) -> OutputGradient:
         found, key = gradient_of.get(id(tensor)), storage_key(tensor)
         return OutputGradient(
-            found is not None,
-            0
-            if found is None
-            else allocated_bytes(found.untyped_storage().nbytes(), fake_copy.device),
-            Until.END if key in losses else Until.LOSS_BACKWARD if key in saved else Until.LOSS,
-        )
+            found is not None, 0 if found is None else (
+                allocated_bytes(found.untyped_storage().nbytes(), fake_copy.device)),
+            Until.END if key in losses else Until.LOSS_BACKWARD if key in saved else Until.LOSS)
 
     return LossFootprint(retained, forward_peak, tracker.peak_bytes,
                          tuple(gradient(tensor) for tensor in tensors),

@@ -9,6 +9,7 @@ recompute them.
 
 from __future__ import annotations
 
+import fnmatch
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -65,6 +66,39 @@ class LossMemory:
         return cls(retained, footprint.forward_peak_bytes - retained,
                    max(0, footprint.backward_peak_bytes - retained - cotangents),
                    cotangent_bytes=tuple(each.size_bytes for each in footprint.outputs))
+
+
+class Keeper:
+    """The ops that the user wants kept, by patterns of module and op names."""
+
+    def __init__(self, patterns: Sequence[str]) -> None:
+        self._patterns = tuple(patterns)
+        self._used: set[str] = set()
+
+    def __call__(self, module: str, target: str) -> bool:
+        """True if an op of this module is to be kept."""
+        hit = False
+        for pattern in self._patterns:
+            if _is_inside(module, pattern) or target == pattern or target.startswith(f"{pattern}."):
+                self._used.add(pattern)
+                hit = True
+        return hit
+
+    def check_all_used(self) -> None:
+        """Raise `ValueError` for a pattern that matched nothing."""
+        for pattern in self._patterns:
+            if pattern not in self._used:
+                raise ValueError(
+                    f"keep={pattern!r} names no module and no op of the captured forward; give a "
+                    "module name such as 'layers.3.attn' (wildcards allowed) or an op such as "
+                    "'aten.topk'")
+
+
+def _is_inside(module: str, pattern: str) -> bool:
+    """True if a module, or one that contains it, matches."""
+    parts = module.split(".")
+    return any(fnmatch.fnmatchcase(".".join(parts[:length]), pattern)
+               for length in range(1, len(parts) + 1))
 
 
 def assemble(
@@ -402,19 +436,15 @@ class _Assembly:
                 found.append(self.foreign[foreign[number, primal]])
         return found
 
-    def _buffer(
-        self, size_bytes: int, kind: BufferKind, *, producer: int | None = None,
-        kept_to_end: bool = False, label: str = "",
-    ) -> int:
+    def _buffer(self, size_bytes: int, kind: BufferKind, *, producer: int | None = None,
+                kept_to_end: bool = False, label: str = "") -> int:
         """Add a buffer; without a producer it belongs to the next op."""
         self.buffers.append(Buffer(
             size_bytes, len(self.ops) if producer is None else producer, kind, kept_to_end, label))
         return len(self.buffers) - 1
 
-    def _pseudo_op(
-        self, name: str, phase: Phase, region: int, inputs: tuple[int, ...],
-        outputs: tuple[int, ...], workspace_bytes: int = 0,
-    ) -> None:
+    def _pseudo_op(self, name: str, phase: Phase, region: int, inputs: tuple[int, ...],
+                   outputs: tuple[int, ...], workspace_bytes: int = 0) -> None:
         target = name.partition("/")[2].partition("#")[0]
         self.ops.append(TrainingOp(
             name=name, target=target, module="", source="", phase=phase, region=region,

@@ -48,11 +48,9 @@ def region_uses(recording: Recording, variant: JointVariant, *, elides_output: b
     recording.check_any()
     model = recording.fake_copy.model
     trainable = {id(tensor): name for name, tensor in model.named_parameters()}
-    names = {
-        id(inside): inner_name
-        for name, tensor in (*model.named_buffers(), *model.named_parameters())
-        for inner_name, inside in tensors_inside(tensor, name)
-    }
+    names = {id(inside): inner_name
+             for name, tensor in (*model.named_buffers(), *model.named_parameters())
+             for inner_name, inside in tensors_inside(tensor, name)}
     held: dict[int, list[int]] = {}  # storage -> the tensors of the model's output in it
     for place, returned_tensor in enumerate(output_tensors(recording.output)):
         held.setdefault(storage_key(returned_tensor), []).append(place)

@@ -19,23 +19,33 @@ from typing import Any
 import torch
 from torch import fx
 
+from planner._graph_capture.errors import CaptureError
+from planner._graph_capture.fake_copies.fake import FakeCopy
+from planner._graph_capture.fake_copies.input_values import values_of_inputs
 from planner._graph_capture.joint_graph.joint import count_cotangents, primals_of
 from planner._graph_capture.joint_graph.lower import RESIDENT, LoweredRegion
-from planner._graph_capture.joint_graph.naming import describe_value
+from planner._graph_capture.joint_graph.naming import describe_value, name_modules
 from planner._graph_capture.joint_graph.pipeline import (
     JointVariant,
     has_low_peak_variant,
     lower_joint_graph,
 )
 from planner._graph_capture.joint_graph.symbolic_sizes import Sizes, Values
+from planner._graph_capture.module_forward import in_place_of_forward
 from planner._graph_capture.step.regions import RegionUse
 from planner._graph_capture.torch_compat import (
     FakeTensorMode,
+    aot_backend,
+    as_plain_code,
+    compile_module,
+    compile_settings,
     expression_of,
     guards_hold,
     primal_sources,
+    quiet_fake_tensors,
     smallest_value,
     storage_key,
+    symbolic_dimensions,
     text_of,
 )
 from planner._graph_capture.training_graph import ModelOutput
@@ -198,3 +208,67 @@ def _named_symbols(primals: Iterable[tuple[fx.Node, str | None]], dimensions: Na
         if size in fixed:
             raise ValueError(f"the model's code fixes {fixed[size]}, one of the sizes {size}")
     return found
+
+
+class _Traced(Exception):
+    """Ends the compilation."""
+
+
+class _Backend:
+    """The Dynamo backend, which keeps the joint graph."""
+
+    def __init__(self, fake_copy: FakeCopy, cotangents: Sequence[bool],
+                 inputs: Mapping[str, torch.Tensor], dimensions: NamedDimensions) -> None:
+        model = fake_copy.model
+        self.model, self.cotangents, self.dimensions = model, tuple(cotangents), dimensions
+        self.names = {id(tensor): name for name, tensor in (*model.named_parameters(),
+                                                            *model.named_buffers())}
+        self.inputs = {id(tensor): name for name, tensor in inputs.items()}
+        self.region: SymbolicRegion | None = None
+
+    def __call__(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Any:
+        name_modules(module, self.model)
+        given = [self.names.get(id(value)) for value in inputs]
+        called_with = [self.inputs.get(id(value)) for value in inputs]
+
+        def partition(joint: fx.GraphModule, joint_inputs: object, *, num_fwd_outputs: int,
+                      **_: object) -> Any:
+            self.region = SymbolicRegion.of(joint, num_fwd_outputs, self.cotangents, given,
+                                            called_with, self.dimensions)
+            raise _Traced
+
+        return aot_backend(partition, _no_code, _no_code)(module, list(inputs))
+
+
+def _no_code(graph: fx.GraphModule, inputs: object) -> Any:
+    raise ValueError("it has no backward")
+
+
+@quiet_fake_tensors()
+def trace_with_symbols(fake_copy: FakeCopy, cotangents: Sequence[bool],
+                       inputs: Mapping[str, torch.Tensor], dimensions: NamedDimensions
+                       ) -> SymbolicRegion:
+    """The graph of a fake copy, captured before with fixed sizes, with symbols for these dimensions
+    of its `inputs`.  Dynamo and AOTAutograd are stopped once they have made it; nothing is run.
+
+    Raises `CaptureError` where it cannot be traced so.
+    """
+    backend = _Backend(fake_copy, cotangents, inputs, dimensions)
+    compiled = compile_module(fake_copy.model, backend, dynamic=None)
+    marks = [(tensor, sorted(dimensions.get(name, {}))) for name, tensor in inputs.items()]
+    with (compile_settings(), as_plain_code(values_of_inputs(fake_copy)),
+          fake_copy.as_on_device(), fake_copy.mode, symbolic_dimensions(marks),
+          in_place_of_forward(fake_copy.model, compiled)):
+        try:
+            with fake_copy.forward_context():
+                fake_copy.call()
+        except Exception as error:  # what ends the trace, or whatever the user's code raises
+            inner = getattr(error, "inner_exception", error)
+            if not isinstance(inner, _Traced):
+                words = str(inner).strip().partition("\n")[0] or type(inner).__name__
+                raise CaptureError("the model cannot be captured with symbolic sizes: "
+                                   f"{words}") from error
+    if backend.region is None:
+        raise CaptureError("the model cannot be captured with symbolic sizes: torch.compile runs "
+                           "it as it is written")
+    return backend.region

@@ -3,46 +3,22 @@ and those through an output that was taken for one without."""
 
 from __future__ import annotations
 
-import contextlib
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch.autograd.graph import get_gradient_edge
 
+from planner._graph_capture.model_state import TorchState
 from planner._graph_capture.torch_compat.compilation import region_nodes
 
 _Gradients = Sequence[torch.Tensor | None]
 
 
-class ForwardState:
-    """State beside the inputs that the results of code depend on: random state, and autocast."""
-
-    def __init__(self, inputs: Iterable[Any]) -> None:
-        self._cpu = torch.get_rng_state().numpy().copy()
-        gpus = {each.device for each in inputs if isinstance(each, torch.Tensor) and each.is_cuda}
-        self._gpus = [(device, torch.cuda.get_rng_state(device)) for device in gpus]
-        self._autocast = [(device, torch.get_autocast_dtype(device)) for device in ("cpu", "cuda")
-                          if torch.is_autocast_enabled(device)]
-
-    @contextlib.contextmanager
-    def again(self) -> Iterator[None]:
-        """Inside, all of that is as it was."""
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(torch.random.fork_rng([device for device, _ in self._gpus]))
-            torch.set_rng_state(torch.from_numpy(self._cpu))
-            for device, state in self._gpus:
-                torch.cuda.set_rng_state(state, device)
-            for kind, dtype in self._autocast:
-                stack.enter_context(torch.autocast(kind, dtype))
-            yield
-
-
 def differentiate_again(outputs: Sequence[Any], inputs: Sequence[Any], run: Callable[..., Any],
                         tell: Callable[[], object], refuse: Callable[[], object], *,
-                        state: ForwardState | None = None,
+                        state: TorchState | None = None,
                         unplanned: Callable[[], Exception | None] = lambda: None) -> None:
     """Allow gradients through the compiled region behind `outputs` to be differentiated again.
 
@@ -55,7 +31,7 @@ def differentiate_again(outputs: Sequence[Any], inputs: Sequence[Any], run: Call
     are replaced in the same way; the error is raised where the inputs are gone.
     """
     # Hooks must not keep alive what the plan lets go of.
-    given = [_while_alive(each) if isinstance(each, torch.Tensor) else partial(_same, each)
+    given = [_while_alive(each) if isinstance(each, torch.Tensor) else lambda value=each: value
              for each in inputs]
     for region in dict.fromkeys(region_nodes(outputs)):
         places, weak = _places(region, outputs), weakref.proxy(region)
@@ -92,10 +68,6 @@ def differentiate_again(outputs: Sequence[Any], inputs: Sequence[Any], run: Call
         region.register_prehook(begun)
 
 
-def _same(value: Any) -> Any:
-    return value
-
-
 def _while_alive(tensor: torch.Tensor) -> Callable[[], torch.Tensor | None]:
     """Gives the tensor, or one like it, while its memory is there."""
     found = weakref.ref(tensor)
@@ -129,14 +101,14 @@ def _places(node: Any, outputs: Sequence[Any]) -> list[tuple[int, bool, int]]:
 
 def _gradients(run: Callable[..., Any], given: Sequence[Callable[[], Any]],
                places: Sequence[tuple[int, bool, int]], cotangents: _Gradients,
-               state: ForwardState | None, *, create_graph: bool) -> dict[Any, torch.Tensor]:
+               state: TorchState | None, *, create_graph: bool) -> dict[Any, torch.Tensor]:
     """The gradients of `run` by the edge where they go; none if they cannot be computed."""
     inputs = [get() for get in given]
     numbers = {number for number, each in enumerate(cotangents) if each is not None}
     wanted = [each for each in inputs if isinstance(each, torch.Tensor) and each.requires_grad]
     if any(each is None for each in inputs) or not numbers <= {number for _, _, number in places}:
         return {}
-    with torch.enable_grad(), (state or ForwardState(wanted)).again():
+    with torch.enable_grad(), (state or TorchState(wanted)).again():
         outputs = run(*(  # updates of buffers are made to copies
             each.clone() if isinstance(each, torch.Tensor) and not each.requires_grad else each
             for each in inputs))

@@ -87,7 +87,7 @@ def inductor_backend(
         is_backward = bool(options.get("is_backward", False))
         if compile_graph is not None:
             return boxed(compile_graph(gm, example_inputs, is_backward))
-        partitioned = _placeholder_values(gm)
+        partitioned = [node.meta.get("val") for node in gm.graph.find_nodes(op="placeholder")]
         with _unused_inputs_unchecked(gm):
             compiled = compile_fx.compile_fx_inner(gm, example_inputs, **options)
         return compiled if finish is None else finish(partitioned, compiled, is_backward)
@@ -126,10 +126,6 @@ def declare_fallback(op: OpOverload) -> None:
     if op not in lowerings:
         takes_any = torch.Tag.flexible_layout in op.tags
         make_fallback(op, None if takes_any else constrain_to_fx_strides)
-
-
-def _placeholder_values(gm: fx.GraphModule) -> list[Any]:
-    return [node.meta.get("val") for node in gm.graph.find_nodes(op="placeholder")]
 
 
 class _Chosen(BaseException):

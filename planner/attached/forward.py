@@ -75,15 +75,14 @@ from planner.attached.observing import (
     needs_gradient,
 )
 from planner.attached.optimizers import observers
+from planner.attached.outside import Known
 from planner.attached.planned_graph import (
     PendingCall,
     PlannedGraph,
     Present,
     pending_calls,
 )
-from planner.attached.step_known import Known
-from planner.attached.symbolic_graph import SymbolicGraph
-from planner.attached.symbolic_graphs import SymbolicGraphs
+from planner.attached.symbolic_graph import SymbolicGraph, SymbolicGraphs
 from planner.errors import InfeasibleBudget
 from planner.progress import Watch, watched
 from planner.reporters.one_line import summarize
@@ -178,7 +177,8 @@ class PlanningForward(ObservingForward):
         if not is_step:
             return self.plain(*args, **kwargs)
         call = self.call_of(args, kwargs)
-        if call not in self._served:
+        known = self._served.get(call)
+        if known is None:
             self._watch_next_steps()
         if not self._optimizers and self._backward_seen and not self._has_gradients:
             self._end_step()
@@ -186,15 +186,14 @@ class PlanningForward(ObservingForward):
         self._observe_hooks()
         self._begin_measuring(args, kwargs)
         enter_phase(f"in the forward of {self._name}")
-        known = self._served.get(call)
         if known is not None and known.is_differentiated_again:
-            self._calls += 1
+            self._counts.calls += 1
             self.steps.count(_DIFFERENTIATED_AGAIN)
             return self.plain(*args, **kwargs)
         present = Present.now(has_gradients=self._has_gradients,
                               gradient_bytes=self._others_gradient_bytes)
         try:
-            graph, output = self._step(call, present, args, kwargs)
+            graph, output = self._step(call, known, present, args, kwargs)
         except CaptureError:
             self.plain(*args, **kwargs)  # what the model raises itself is for the caller to handle
             raise
@@ -206,13 +205,14 @@ class PlanningForward(ObservingForward):
         self.steps.count(reason)
         note_call(self, graph, is_planned=reason is None)
         enter_phase(f"after the forward of {self._name}, for example by the loss")
-        self._calls += 1
+        self._counts.calls += 1
         self._observe(graph, present, output)
         return output
 
-    def _step(self, call: Call, present: Present, args: tuple[Any, ...],
-              kwargs: dict[str, Any]) -> tuple[PlannedGraph, Any]:
-        """Run the step under a plan that serves it; returns that graph, and the output."""
+    def _step(self, call: Call, known: PlannedGraph | None, present: Present,
+              args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[PlannedGraph, Any]:
+        """Run the step under a plan that serves it; returns that graph, and the output.  `known`:
+        the graph that has served such a call."""
         named = self._named_sizes(args, kwargs)
         symbolic = None if self.settings.on_new == "refuse" or self._early else (
             self._symbolic.graph_for(call, self.graphs, at_once=bool(named)))
@@ -227,7 +227,6 @@ class PlanningForward(ObservingForward):
                         "budget; steps are planned with these outputs from now on", self._name)
             self._has_other_loss = True
             self.graphs.clear()
-        known = self._served.get(call)
         for graph in sorted(self.graphs, key=lambda graph: graph is not known):
             if not graph.may_serve(call):
                 continue
@@ -238,8 +237,7 @@ class PlanningForward(ObservingForward):
             # A mismatch may show only after a part has run; then the next graph starts from the
             # beginning.
             is_trial = graph.has_control_flow or (
-                graph is not known and bool(graph.plan.spec.blocks)
-            )
+                graph is not known and bool(graph.plan.spec.blocks))
             try:
                 return graph, self._run(graph, args, kwargs, is_trial=is_trial)
             except PlanMismatch as error:
@@ -304,11 +302,8 @@ class PlanningForward(ObservingForward):
                     return None
             except InfeasibleBudget:
                 raise
-            except PlanMismatch as error:
-                self._symbolic.give_up(graph, call, error)
-                return None
             except Exception as error:  # whatever tracing the user's code raises
-                if graph.has_run:
+                if graph.has_run and not isinstance(error, PlanMismatch):
                     raise
                 self._symbolic.give_up(graph, call, error)
                 return None
@@ -452,15 +447,14 @@ class PlanningForward(ObservingForward):
         graph.adopt(self.__self__, plan)
         planner.note_saved(plan, counted)
         graph.plans_made += 1
-        self._plans += 1
+        self._counts.plans += 1
         self._watch_next_steps()
         self._learned += 1
         graph.checked = self._learned
         for each in observers():
             if each is not self and isinstance(each, PlanningForward):
                 each._learned += 1  # its plan counts what this model's calls save
-        self._say(graph, "; for the first step, while its optimizer or loss is not known"
-                  if known is None else self._words(known))
+        log.info("%s (%s) %s%s", self._name, graph.call, summarize(plan), self._words(known))
 
     def _known(self, graph: PlannedGraph, present: Present) -> Known | None:
         """The step as observed; `None` while a part of it is not known."""
@@ -559,9 +553,11 @@ class PlanningForward(ObservingForward):
             # frame and would keep its variables alive beyond the step.
             gc.collect()
             restore()
-            self._planning_seconds += time.monotonic() - started
+            self._counts.planning_seconds += time.monotonic() - started
 
-    def _words(self, known: Known) -> str:
+    def _words(self, known: Known | None) -> str:
+        if known is None:
+            return "; for the first step, while its optimizer or loss is not known"
         if self.settings.planning.optimizer is not None and known.optimizers is None:
             return ""
         names = [type(found).__name__ for each in known.optimizers or ()
@@ -569,9 +565,6 @@ class PlanningForward(ObservingForward):
         counted = " and ".join(names) or "no optimizer, since none of torch's has stepped"
         return f"; counting {counted}" + (
             " and gradients of earlier micro-batches" if known.accumulates else "")
-
-    def _say(self, graph: PlannedGraph, more: str) -> None:
-        log.info("%s (%s) %s%s", self._name, graph.call, summarize(graph.plan), more)
 
 
 def _note_loss(forward: ref[PlanningForward], graph: ref[PlannedGraph], seen: UnmeasuredLoss

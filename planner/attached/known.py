@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any
 from weakref import ref
 
@@ -66,8 +67,7 @@ from planner.arguments.budget import Budget
 from planner.arguments.inputs import describe_inputs
 from planner.arguments.planning import Planning
 from planner.attached.held import held_bytes
-from planner.attached.outside import Outside, plain_saved_bytes, saved_bytes
-from planner.attached.step_known import Known
+from planner.attached.outside import Known, Outside, plain_saved_bytes, saved_bytes
 from planner.errors import InfeasibleBudget
 from planner.plans.decisions import schedule_of
 from planner.plans.plan import Plan
@@ -142,9 +142,7 @@ class GraphPlanner:
         self._has_captured = False
         self.has_control_flow = False
         """True if values of tensors decide the step's control flow."""
-        self._earlier: Plan | None  # the last one of this graph
-        self._capture(model, args, dict(kwargs), planning)
-        self._earlier = earlier
+        self._capture(model, args, dict(kwargs), planning, earlier)
         self.saved_bytes = 0
         """Memory that a call keeps from the end of its forward to its backward, under the last
         plan."""
@@ -152,11 +150,11 @@ class GraphPlanner:
         """True if the caller computes the loss, by unknown code."""
 
     def _capture(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
-                 planning: Planning) -> None:
+                 planning: Planning, earlier: Plan | None = None) -> None:
         self._with_loss: tuple[tuple[ObservedLoss, int], CapturedStep] | None = None
         self._captured_with: ObservedLoss | None = None  # the loss that the step was captured with
         self._captured_without_output = False
-        self._earlier = None
+        self._earlier = earlier  # the last plan of this graph
         self._made: list[tuple[tuple[Known, int, str | None], PreparedStep]] = []
         self._input_bytes = sum(tensor.nbytes for tensor in output_tensors((args, kwargs)))
         planning = with_wrappers(model, planning)
@@ -180,12 +178,11 @@ class GraphPlanner:
         early = self._early if self._may_free(planning) else None
         headroom = self._probe_headroom(model)
         with watched(None) as report:
+            capture = partial(capture_call, model, args, kwargs, planning, report,
+                              unknown_loss=unknown, probe_headroom=headroom, early=early)
             try:
-                self._step = capture_call(model, args, kwargs, planning, report,
-                                          unknown_loss=unknown, probe_headroom=headroom,
-                                          symbolic=self._symbolic, early=early,
-                                          keeps_code=self._symbolic is None and self.is_alone,
-                                          code=kept)
+                self._step = capture(symbolic=self._symbolic, code=kept,
+                                     keeps_code=self._symbolic is None and self.is_alone)
             except DataDependentValue:
                 if self.chose_blocks:
                     raise
@@ -193,9 +190,7 @@ class GraphPlanner:
                 answers = data_dependent_values(
                     model, lambda: model.forward(*own_args, **own_kwargs))
                 try:
-                    self._step = capture_call(model, args, kwargs, planning, report,
-                                              answers=answers, unknown_loss=unknown,
-                                              probe_headroom=headroom, early=early)
+                    self._step = capture(answers=answers)
                 except DataDependentValue as error:
                     raise CaptureError(f"{error.what or error}, {_NOT_FOLLOWED}") from error
                 self.has_control_flow = True
@@ -266,7 +261,7 @@ class GraphPlanner:
         whose memory is not known separately.
         """
         seen, is_chunked = known.loss, len(self._step.graph.regions) > 1
-        if self._frees_otherwise(known):
+        if self._may_free(self._planning) and dict(known.early) != self._early:
             return True
         if is_chunked and known.lets_output_go and not self._captured_without_output:
             return True
@@ -294,9 +289,6 @@ class GraphPlanner:
 
     def _may_free(self, planning: Planning) -> bool:
         return self.is_alone and planning.accumulation == 1 and planning.backend == "eager"
-
-    def _frees_otherwise(self, known: Known) -> bool:
-        return self._may_free(self._planning) and dict(known.early) != self._early
 
     @property
     def assumed_loss(self) -> ObservedLoss:

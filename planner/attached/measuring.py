@@ -29,7 +29,6 @@ from planner._graph_capture.torch_compat import runs_in_backward
 from planner.units import format_bytes
 
 if TYPE_CHECKING:
-    from planner.arguments.budget import Budget
     from planner.attached.observing import ObservingForward
     from planner.attached.planned_graph import PlannedGraph
     from planner.plans.plan import Plan
@@ -198,7 +197,8 @@ def conclude() -> None:
         budget_bytes = None
         is_settled = all(call.is_settled for call in each.calls)
         if each.is_planned and not is_settled and any(
-                limit is not None and limit.size_bytes is None for limit in _limits(each.calls)):
+                limit is not None and limit.size_bytes is None
+                for limit in (forward.settings.limit for forward in _forwards(each.calls))):
             _undecided.append(_Undecided(each.calls, measured_bytes, predicted_bytes))
         elif each.is_planned:
             budget_bytes = _budget_bytes(
@@ -233,10 +233,6 @@ def _decide() -> None:
                     if is_known else
                     "in an earlier step; the loss or the optimizer could not be observed, so that "
                     "the plan does not count them")
-
-
-def _limits(calls: Iterable[_PlannedCall]) -> list[Budget | None]:
-    return [forward.settings.limit for forward in _forwards(calls)]
 
 
 def _forwards(calls: Iterable[_PlannedCall]) -> list[ObservingForward]:

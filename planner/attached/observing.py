@@ -11,7 +11,7 @@ import itertools
 import logging
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 from weakref import WeakKeyDictionary, WeakSet, finalize, ref
 
@@ -108,6 +108,22 @@ class Settings:
     """Methods that are trained."""
 
 
+@dataclass(slots=True)
+class _Counts:
+    """Counts of the training so far; see `Status`."""
+
+    counted: tuple[int, int]
+    """Calls, and unplanned calls, of all planned methods of the model, up to this step."""
+    steps: int = 0
+    planned_steps: int = 0
+    calls: int = 0
+    calls_before: WeakKeyDictionary[Optimizer, int] = field(default_factory=WeakKeyDictionary)
+    """Calls up to the last step of each optimizer."""
+    worst_bytes: int | None = None
+    plans: int = 0
+    planning_seconds: float = 0.0
+
+
 class ObservingForward(CountingForward):
     """Forward override that observes the training loop."""
 
@@ -128,7 +144,6 @@ class ObservingForward(CountingForward):
         self._defers_reduction = self._backward_seen = self._in_backward = False
         self._learned = 0
         """Counts new observations."""
-        self._worst_bytes: int | None = None
         self.worst_ratio = 0.0
         """The highest peak of a step over its budget that was said, as a multiple of it."""
         self._unforeseen_bytes = 0
@@ -136,11 +151,7 @@ class ObservingForward(CountingForward):
         self._steps_to_watch = _STEPS_WATCHED
         self._steps_to_skip = 0
         """Steps that are not watched on a CPU, so that watching takes a small share of the time."""
-        self._plans, self._planning_seconds = 0, 0.0
-        self._steps = self._planned_steps = self._calls = 0
-        self._calls_before: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
-        self._counted = (0, self.steps.unplanned)
-        """Calls, and unplanned calls, of all planned methods of the model, up to this step."""
+        self._counts = _Counts(counted=(0, self.steps.unplanned))
         self._search: MethodSearch | None = None
         self._has_searched = False
         self._loop, self._begun = LoopMemory(), next(_clock)
@@ -200,16 +211,17 @@ class ObservingForward(CountingForward):
         """Figures of the training so far."""
         group = self._group()
         calls, unplanned = self._count()
-        is_open = calls > self._counted[0] and not self._optimizers and any(
+        mine, counts = self._counts, [each._counts for each in group]
+        is_open = calls > mine.counted[0] and not self._optimizers and any(
             each._backward_seen for each in group)
         last = max(group, key=lambda each: each._last_call)
         plan = last.plan
-        worst_bytes = [each._worst_bytes for each in group if each._worst_bytes is not None]
+        worst_bytes = [each.worst_bytes for each in counts if each.worst_bytes is not None]
         return Status(
-            plan, self._steps + is_open,
-            self._planned_steps + (is_open and unplanned == self._counted[1]),
+            plan, mine.steps + is_open,
+            mine.planned_steps + (is_open and unplanned == mine.counted[1]),
             calls, max(worst_bytes, default=None), None if plan is None else plan.budget_bytes,
-            sum(each._plans for each in group), sum(each._planning_seconds for each in group),
+            sum(each.plans for each in counts), sum(each.planning_seconds for each in counts),
             next((each.steps.last_reason for each in (last, *group)
                   if each.steps.last_reason is not None), None))
 
@@ -225,7 +237,8 @@ class ObservingForward(CountingForward):
         group = self._group()
         if group[0] is not self:
             group = [self]
-        return sum(each._calls for each in group), sum(each.steps.unplanned for each in group)
+        return (sum(each._counts.calls for each in group),
+                sum(each.steps.unplanned for each in group))
 
     @property
     def _has_gradients(self) -> bool:
@@ -262,12 +275,12 @@ class ObservingForward(CountingForward):
         if watched_bytes is not None and not self._is_looked_at:
             # Tensors that the loop made before this call are not all known.
             found_bytes = max(found_bytes, graph.held_bytes)
-        self._learned += graph.note_held(self._steps, max(least_bytes, found_bytes))
+        self._learned += graph.note_held(self._counts.steps, max(least_bytes, found_bytes))
 
     @property
     def _is_looked_at(self) -> bool:
         """True if this step looks through all tensors that Python knows."""
-        return self._steps < STEPS_LOOKED_AT
+        return self._counts.steps < STEPS_LOOKED_AT
 
     def _gradients_of_others(self) -> list[torch.Tensor]:
         """Gradients of other planned models of the same loop."""
@@ -313,7 +326,7 @@ class ObservingForward(CountingForward):
 
     def note_peak(self, peak: MeasuredPeak) -> None:
         """A step that this model took part in was measured."""
-        self._worst_bytes = max(self._worst_bytes or 0, peak.with_kernels_bytes)
+        self._counts.worst_bytes = max(self._counts.worst_bytes or 0, peak.with_kernels_bytes)
         self._steps_to_watch = max(0, self._steps_to_watch - 1)
         self._steps_to_skip = math.ceil(
             peak.watching_seconds / (_WATCHING_SHARE * max(peak.seconds, 1e-9)))
@@ -350,16 +363,16 @@ class ObservingForward(CountingForward):
             return
         mine = {id(parameter) for parameter in self.__self__.parameters()}
         if any(id(p) in mine for group in optimizer.param_groups for p in group["params"]):
-            if not self._optimizers:
-                self._steps = self._planned_steps = 0  # what came before were parts of a step
-                self._counted = (0, 0)
+            if not self._optimizers:  # what came before were parts of a step
+                self._counts.steps = self._counts.planned_steps = 0
+                self._counts.counted = (0, 0)
             self._optimizers.append(ref(optimizer))
             self._in_step = ref(optimizer)
             for graph in self.graphs if optimizer.state else ():
                 graph.forget_held()  # from here on the optimizer's tensors count as its own
             self._learned += 1
             self._stepped(optimizer)
-        elif not self._calls:
+        elif not self._counts.calls:
             self._graphs_of_step.clear()  # of another loop, as far as is known
 
     def stepped(self, optimizer: Optimizer) -> None:
@@ -373,7 +386,8 @@ class ObservingForward(CountingForward):
         """Count the step that this optimizer completes."""
         began_in_step, self._began_in_step = self._began_in_step, False
         calls, _ = self._count()
-        calls_before, self._calls_before[optimizer] = self._calls_before.get(optimizer, 0), calls
+        calls_before = self._counts.calls_before.get(optimizer, 0)
+        self._counts.calls_before[optimizer] = calls
         if self._search is not None:
             found, self._search = self._search.end(), None
             if found:
@@ -384,8 +398,8 @@ class ObservingForward(CountingForward):
                 and calls == calls_before and gradients_of(self.__self__)):
             is_replaced = self._is_replaced
             self.steps.count(_REPLACED if is_replaced else _NOT_CALLED)
-            self._steps += 1
-            self._counted = self._count()
+            self._counts.steps += 1
+            self._counts.counted = self._count()
             if is_replaced:
                 self._give_way()
                 return
@@ -407,9 +421,7 @@ class ObservingForward(CountingForward):
         if self._hooks is not None:
             self._hooks.end()
         new = type(self)(model, own_forward(model), self.settings)
-        for name in ("steps", "_steps", "_planned_steps", "_calls", "_plans", "_planning_seconds",
-                     "_worst_bytes", "_optimizers", "_calls_before", "_counted"):
-            setattr(new, name, getattr(self, name))
+        new.steps, new._counts, new._optimizers = self.steps, self._counts, self._optimizers
         set_forward(model, new)
         vars(self).clear()
         vars(self).update(__self__=model, inner=inner)
@@ -418,12 +430,12 @@ class ObservingForward(CountingForward):
     def _end_step(self) -> None:
         """Count the step that the calls since the last one make."""
         calls, unplanned = self._count()
-        if calls == self._counted[0]:
+        if calls == self._counts.counted[0]:
             return
-        self._steps += 1
+        self._counts.steps += 1
         self._steps_to_skip -= 1
-        self._planned_steps += unplanned == self._counted[1]
-        self._counted = (calls, unplanned)
+        self._counts.planned_steps += unplanned == self._counts.counted[1]
+        self._counts.counted = (calls, unplanned)
         self._graphs_of_step.clear()
 
     def note_backward(self, graph: PlannedGraph, present: Present, pending: PendingCall) -> None:

@@ -17,8 +17,7 @@ from planner._graph_capture.plain_step.loss import Until
 from planner._graph_capture.plain_step.observed_loss import ObservedLoss, UnmeasuredLoss
 from planner._graph_capture.torch_compat import backward_keeps_graph
 from planner.attached.known import GraphPlanner
-from planner.attached.outside import Moment, Outside, fullest
-from planner.attached.step_known import Known
+from planner.attached.outside import Known, Moment, Outside, fullest
 from planner.captured_graph import with_least_memory
 from planner.plans.plan import Plan
 
@@ -226,11 +225,8 @@ class PlannedGraph:
     def serves(self, known: Known) -> bool:
         """True if the plan is valid for what is known now, or has headroom for the change."""
         planned = self.known
-        if (
-            planned is None
-            or planned.outside.region_signature != known.outside.region_signature
-            or (planned.without_outside != known.without_outside)
-        ):
+        if (planned is None or planned.outside.region_signature != known.outside.region_signature
+                or planned.without_outside != known.without_outside):
             return False
         plain_bytes = [max(each.outside.plain_bytes, self.plan.baseline_peak_bytes)
                        for each in (planned, known)]

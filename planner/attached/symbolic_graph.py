@@ -13,6 +13,7 @@ ones; where that is too much, and for larger sizes, it is measured for each op a
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -25,7 +26,7 @@ from planner._graph_capture.capture import SymbolicStep
 from planner._graph_capture.joint_graph.symbolic_sizes import Values
 from planner._graph_capture.module_forward import Forward
 from planner._graph_capture.step.symbolic_region import NamedDimensions, SymbolicRegion
-from planner._graph_capture.torch_compat import no_active_modes, pytree
+from planner._graph_capture.torch_compat import no_active_modes, pytree, running_node_number
 from planner.arguments.inputs import size_name
 from planner.attached.known import GraphPlanner
 from planner.attached.planned_graph import PlannedGraph
@@ -174,3 +175,58 @@ class SymbolicGraph(PlannedGraph):
         self.has_run = True
         if self.code.used is not None:
             self.plan = self._plans.get(self.code.used, self.plan)
+
+
+log = logging.getLogger("planner")
+
+_MOST_FIXED = 256
+"""Remembered calls that need a graph with fixed sizes."""
+
+
+_MOST_FAILURES = 2
+"""Attempts at a symbolic capture; torch fixes a size that equals one of the model's."""
+
+
+class SymbolicGraphs:
+    """A graph with symbolic sizes for calls that differ in sizes alone, from the second size on."""
+
+    def __init__(self, module: nn.Module, inner: Forward | None) -> None:
+        self._module, self._inner = module, inner
+        self._by_call: dict[Call, SymbolicGraph | None] = {}
+        """By calls without sizes; `None`: it cannot be captured so."""
+        self._failures = 0
+        self._fixed: dict[Call, None] = {}
+        """Calls for which torch makes a graph with fixed sizes."""
+
+    def graph_for(self, call: Call, graphs: Sequence[PlannedGraph], *, at_once: bool = False
+                  ) -> SymbolicGraph | None:
+        """The graph for a call which no graph with fixed sizes is for, or, `at_once`, for any; or
+        `None`."""
+        fixed = [graph for graph in graphs if not isinstance(graph, SymbolicGraph)]
+        kind = call.without_sizes
+        is_made = self._by_call.get(kind) is not None
+        if call in self._fixed or running_node_number() is not None or (
+                not at_once and any(graph.call == call and not (is_made and graph.is_provisional)
+                                    for graph in fixed)):
+            return None
+        if kind not in self._by_call:
+            found = next((graph for graph in fixed if graph.planner is not None and graph.call
+                          and graph.call.without_sizes == kind
+                          and graph.planner.can_be_symbolic), None)
+            if found is None:
+                return None
+            self._by_call[kind] = SymbolicGraph(found, self._module, self._inner)
+        return self._by_call[kind]
+
+    def give_up(self, graph: SymbolicGraph, call: Call, reason: BaseException) -> None:
+        """Note that this call, or where no call has run, all like it, takes a graph with fixed
+        sizes; said once."""
+        if len(self._fixed) < _MOST_FIXED:
+            self._fixed[call] = None
+        self._failures += 1
+        if graph.has_run or self._failures < _MOST_FAILURES:
+            return
+        self._by_call[call.without_sizes] = None
+        log.warning("%s cannot be captured with symbolic sizes, so that each size of its inputs "
+                    "is captured by itself: %s", type(self._module).__name__,
+                    str(reason).strip().partition("\n")[0] or type(reason).__name__)

@@ -97,11 +97,9 @@ def frontier(
 
 
 @command()
-def verify(
-    target: TargetOptions, path: PlanPath,
-    device: Annotated[str, typer.Option("--device", help="Where the steps run.")] = "cpu",
-    json: Json = False,
-) -> None:
+def verify(target: TargetOptions, path: PlanPath,
+           device: Annotated[str, typer.Option("--device", help="Where the steps run.")] = "cpu",
+           json: Json = False) -> None:
     """Run one plain and one planned training step of TARGET and compare them."""
     from planner.cli.target import load_target
     from planner.plans.file import load

@@ -34,8 +34,9 @@ from planner._graph_capture.training_graph import (
 )
 from planner.errors import PlanMismatch
 from planner.plans.decisions import build_regions, decide, schedule_of
+from planner.plans.document import pick
 from planner.solvers.simulator import Timeline, unroll
-from planner.step.breakdown import breakdown, memory_over
+from planner.step.breakdown import backward_begins, breakdown, memory_over
 from planner.step.budget import StepBudget
 from planner.step.categories import StepTimeline
 from planner.step.lowering import lower
@@ -81,24 +82,10 @@ def stated_variant(plan: Plan) -> Variant:
         return range(found[0], found[-1] + 1)
 
     graph = TrainingGraph(
-        spec.ops,
-        spec.buffers,
-        resident=plan.resident,
-        device=plan.device,
-        regions=tuple(
-            Region(
-                span(number, Phase.FORWARD),
-                span(number, Phase.BACKWARD),
-                region.cotangents,
-                region.region_signature,
-                region.block,
-                region.hoisted,
-                region.released,
-                region.elided,
-            )
-            for number, region in enumerate(spec.regions)
-        ),
-    )
+        spec.ops, spec.buffers, resident=plan.resident, device=plan.device,
+        regions=tuple(pick(Region, region, forward=span(number, Phase.FORWARD),
+                           backward=span(number, Phase.BACKWARD))
+                      for number, region in enumerate(spec.regions)))
     check(graph)
     if min(spec.chunks, spec.inner_chunks) < 1 or (
             max(spec.chunks, spec.inner_chunks) > _MOST_CHUNKS * len(spec.ops)):
@@ -159,10 +146,9 @@ def _of_memory(plan: Plan, variant: Variant, timeline: Timeline) -> Iterator[str
         found = breakdown(variant, timeline)
         expected |= {"forward_backward_peak_bytes": found.forward_backward_peak_bytes,
                      "memory": found.memory, "peak_bytes": found.peak_bytes}
-        begins = next((position for position, index in timeline.runs
-                       if variant.graph.ops[index].phase is Phase.BACKWARD), len(timeline.schedule))
-        expected["memory_timeline"] = StepTimeline.of(memory_over(variant.graph, timeline), begins,
-                                                      budget.resident, memory_timeline.plain)
+        expected["memory_timeline"] = StepTimeline.of(
+            memory_over(variant.graph, timeline), backward_begins(variant.graph, timeline),
+            budget.resident, memory_timeline.plain)
     else:
         net_bytes = max(0, max(map(sum, zip(*rows, strict=True)), default=0)
                         - budget.resident.gradients - budget.resident.activations)

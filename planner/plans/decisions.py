@@ -81,18 +81,10 @@ def build_spec(prepared: PreparedStep, variant: Variant, timeline: Timeline) -> 
     Raises `ValueError` as `build_regions` does.
     """
     return RewriteSpec(
-        tensors=prepared.tensors,
-        regions=build_regions(variant.graph, timeline),
-        training=prepared.training,
-        overrides=prepared.overrides,
-        low_peak=variant.low_peak,
-        chunks=variant.chunks,
-        inner_chunks=variant.inner_chunks,
-        signature=prepared.signature,
-        device=variant.graph.device,
-        holds_output=prepared.holds_output,
-        sizes=variant.sizes,
-    )
+        tensors=prepared.tensors, regions=build_regions(variant.graph, timeline),
+        training=prepared.training, overrides=prepared.overrides, low_peak=variant.low_peak,
+        chunks=variant.chunks, inner_chunks=variant.inner_chunks, signature=prepared.signature,
+        device=variant.graph.device, holds_output=prepared.holds_output, sizes=variant.sizes)
 
 
 def build_regions(graph: TrainingGraph, timeline: Timeline) -> tuple[RegionSpec, ...]:

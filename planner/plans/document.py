@@ -180,11 +180,11 @@ FREE_FIELDS = ("inputs", "overrides")
 """Fields of a document with values of any layout."""
 
 
-def document_of(plan: Plan, fingerprint: str) -> Document:
-    """The content of the file of `plan`."""
+def document_of(plan: Plan) -> Document:
+    """The content of the file of `plan`, without the fingerprint."""
     decisions, spec = iter(plan.decisions), plan.spec
     return pick(
-        Document, plan, spec, schema_version=SCHEMA_VERSION, fingerprint=fingerprint,
+        Document, plan, spec, schema_version=SCHEMA_VERSION, fingerprint="",
         created_with=dict(plan.created_with), overrides=dict(spec.overrides),
         solver=pick(SolverRow, plan, name=plan.solver), predicted=pick(Predicted, plan),
         regions=tuple(_region_row(region, decisions) for region in spec.regions),

@@ -24,7 +24,7 @@ from unicodedata import category
 import msgspec
 
 from planner._apply.rewrite_spec import OpKey, RegionSpec, RewriteSpec
-from planner._graph_capture.training_graph import Phase, TrainingOp
+from planner._graph_capture.training_graph import Phase
 from planner.errors import PlanFileError
 from planner.plans.checking import contradiction
 from planner.plans.document import FREE_FIELDS, SCHEMA_VERSION, Document, ops_of, pick
@@ -92,7 +92,7 @@ def _plan_of(document: Document) -> Plan:
     keys: dict[tuple[int, Phase], list[OpKey]] = {}
     for op in ops:
         if op.digest:
-            keys.setdefault((op.region, op.phase), []).append(_key(op))
+            keys.setdefault((op.region, op.phase), []).append(pick(OpKey, op))
     spec = pick(
         RewriteSpec, document, overrides=tuple(document.overrides.items()), ops=ops, fits=None,
         regions=tuple(pick(RegionSpec, row,
@@ -104,10 +104,6 @@ def _plan_of(document: Document) -> Plan:
         solver=document.solver.name, created_with=tuple(document.created_with.items()),
         decisions=tuple(row for region in document.regions for row in region.decisions),
         solve_seconds=None)
-
-
-def _key(op: TrainingOp) -> OpKey:
-    return OpKey(op.name, op.digest, op.result)
 
 
 def _changed(name: str, words: str) -> PlanFileError:

@@ -163,6 +163,6 @@ class Plan(Predicted):
         return to_dict(self)
 
     def __str__(self) -> str:
-        from planner.reporters.table import render_plan
+        from planner.reporters.table import plain_text, plan_report
 
-        return render_plan(self)
+        return plain_text(plan_report(self))

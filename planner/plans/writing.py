@@ -80,7 +80,7 @@ def dumps(plan: Plan) -> str:
 
 def to_dict(plan: Plan) -> dict[str, Any]:
     """The content of the file, as JSON values in the file's order."""
-    document = msgspec.to_builtins(document_of(plan, ""))
+    document = msgspec.to_builtins(document_of(plan))
     found: dict[str, Any] = json.loads(json.dumps(document))  # converts tuples to lists
     found["fingerprint"] = fingerprint(found)
     return found

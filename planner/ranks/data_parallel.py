@@ -29,7 +29,7 @@ from planner.plans.plan import Plan
 from planner.solvers.simulator import Timeline
 from planner.step.breakdown import breakdown
 from planner.step.categories import MemoryByCategory
-from planner.step.rank_layout import layout_of
+from planner.step.rank_layout import FullyShardedLayout, Replicated, layout_of
 from planner.step.variant import Variant
 from planner.step.wrapped import beneath_wrappers
 
@@ -124,7 +124,8 @@ def data_parallel(model: nn.Module, inputs: object = None, *, parallel: DataPara
 
 def _breakdown(step: PlainLoop, parallel: DataParallel, trace: MemoryTrace,
                footprint: OptimizerMemory | None) -> RankMemory:
-    layout: Any = step.layout
+    layout = step.layout
+    assert isinstance(layout, Replicated | FullyShardedLayout)
     notes = step.notes if footprint is not None else (
         *step.notes, "no optimizer was given: its state and its step are not counted")
     resident = {

@@ -29,11 +29,6 @@ _NO_TERMINAL = 80
 """Width of tables without a terminal if COLUMNS is not set."""
 
 
-def render_plan(plan: Plan) -> str:
-    """The whole report as plain text."""
-    return plain_text(plan_report(plan))
-
-
 def plain_text(report: RenderableType) -> str:
     """Render as rich would print, without colour, at the width of the terminal."""
     stream, width = io.StringIO(), shutil.get_terminal_size((_NO_TERMINAL, 24)).columns

@@ -14,8 +14,8 @@ from torch import nn
 
 from planner._apply.errors import PlanMismatch
 from planner._apply.planned_forward import CountingForward, apply_spec
+from planner._apply.planned_forward import StepCounts as StepCounts
 from planner._apply.rewrite_spec import RewriteSpec
-from planner._apply.step_counts import StepCounts as StepCounts
 from planner._graph_capture.memory.sparse import strided_tensors
 from planner._graph_capture.module_forward import forward_override
 from planner._graph_capture.torch_compat import storage_key

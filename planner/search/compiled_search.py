@@ -157,12 +157,8 @@ class Recomputes:
     """Cost of recomputing one more buffer, where `kept` is saved for the backward."""
 
     def __init__(self, variant: Variant, kept: Set[int], costs: SavingCosts) -> None:
-        self._graph, self._problem, self._kept, self._costs = (
-            variant.graph,
-            variant.problem,
-            kept,
-            costs,
-        )
+        self._graph, self._problem = variant.graph, variant.problem
+        self._kept, self._costs = kept, costs
         self._again = free_ops(variant, kept)
         self._readers: dict[int, list[int]] = {}
         for index, op in enumerate(variant.graph.ops):

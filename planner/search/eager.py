@@ -6,7 +6,6 @@ Resident memory and the optimizer's step, which no schedule changes, set a floor
 
 from __future__ import annotations
 
-from planner._graph_capture.training_graph import Phase
 from planner.errors import InfeasibleBudget
 from planner.plans.decisions import build_spec
 from planner.plans.making import TOLERATED_SHARE, assemble_plan
@@ -16,7 +15,7 @@ from planner.solvers.errors import InfeasibleBudget as Refusal
 from planner.solvers.problem import Schedule
 from planner.solvers.result import Result
 from planner.solvers.simulator import unroll
-from planner.step.breakdown import breakdown, describe_bottleneck, memory_over
+from planner.step.breakdown import backward_begins, breakdown, describe_bottleneck, memory_over
 from planner.step.prepared import PreparedStep
 from planner.step.variant import Variant
 
@@ -95,9 +94,8 @@ def make_plan(prepared: PreparedStep, variant: Variant, budget_bytes: int | None
             min(max(result.overhead_bound, 0.0), overhead)),
         status=result.status, solver=result.solver, seconds=result.seconds,
         reserved_bytes=prepared.reserved_bytes(variant, timeline),
-        made=memory_over(variant.graph, timeline), backward_begins=next(
-            (position for position, index in timeline.runs
-             if variant.graph.ops[index].phase is Phase.BACKWARD), len(timeline.schedule)),
+        made=memory_over(variant.graph, timeline),
+        backward_begins=backward_begins(variant.graph, timeline),
         notes=(*((INTERRUPTED,) if result.interrupted else ()),
                *(() if prepared.surroundings is None else prepared.surroundings.notes),
                *((OFFLOAD_IS_EXPERIMENTAL,) if timeline.offloaded else ())))

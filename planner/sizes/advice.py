@@ -147,10 +147,6 @@ def advise(model: nn.Module, inputs: object = None, *, effective_batch: int,
         return replace(_Counsel(steps, budget_bytes, own, effort).give(), effective_batch=count)
 
 
-def _merit(choice: Choice) -> tuple[float, int]:
-    return choice.seconds_per_sample, choice.peak_bytes
-
-
 class _Counsel:
     def __init__(self, steps: SizedSteps, budget_bytes: int, effective_batch: int,
                  effort: Effort) -> None:
@@ -172,7 +168,8 @@ class _Counsel:
         choices = plain + self._planned(larger)
         if not choices:
             raise self._nothing_fits()
-        return Advice(self.budget_bytes, self.effective_batch, tuple(sorted(choices, key=_merit)),
+        choices.sort(key=lambda choice: (choice.seconds_per_sample, choice.peak_bytes))
+        return Advice(self.budget_bytes, self.effective_batch, tuple(choices),
                       tuple(sorted(self.steps.skipped.items())))
 
     def _fits_plainly(self, micro_batch: int) -> bool | None:

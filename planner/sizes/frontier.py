@@ -154,21 +154,17 @@ def _cheapest_of_each(prepared: PreparedStep, curves: Sequence[Mapping[int, Resu
                       budgets: Sequence[int]) -> Iterator[Plan]:
     """The cheapest plan for each budget, over all variants."""
     for budget in budgets:
-        known = {
-            variant: curve[budget]
-            for variant, curve in zip(prepared.variants, curves, strict=True)
-            if budget in curve
-        }
+        known = {variant: curve[budget]
+                 for variant, curve in zip(prepared.variants, curves, strict=True)
+                 if budget in curve}
         found = choose(known, known.__getitem__)
         if found is None:
             continue
         net_bytes = prepared.budget.net_bytes(budget)
         # A variant without a known schedule has no bound, though a schedule may exist.
-        bounds = [
-            known[variant].lower_bound if variant in known else variant.base_seconds
-            for variant in prepared.variants
-            if variant in known or variant.may_fit(net_bytes)
-        ]
+        bounds = [known[variant].lower_bound if variant in known else variant.base_seconds
+                  for variant in prepared.variants
+                  if variant in known or variant.may_fit(net_bytes)]
         variant, result = found
         yield make_plan(prepared, variant, budget, over_all_variants(result, bounds))
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from itertools import accumulate
 from typing import NamedTuple
 
-from planner._graph_capture.training_graph import BufferKind, TrainingGraph, TrainingOp
+from planner._graph_capture.training_graph import BufferKind, Phase, TrainingGraph, TrainingOp
 from planner.solvers.simulator import Timeline
 from planner.step.budget import StepBreakdown
 from planner.step.variant import Variant
@@ -59,6 +59,12 @@ def memory_over(graph: TrainingGraph, timeline: Timeline) -> dict[BufferKind, li
         if taken is not None:  # A buffer that the output reuses counts once, as the output.
             hold(buffers[taken].kind, position, position, -buffers[taken].size_bytes)
     return {kind: list(accumulate(row[:-1])) for kind, row in changes.items()}
+
+
+def backward_begins(graph: TrainingGraph, timeline: Timeline) -> int:
+    """Position of the first run of an op of the backward."""
+    return next((position for position, index in timeline.runs
+                 if graph.ops[index].phase is Phase.BACKWARD), len(timeline.schedule))
 
 
 def holders_at(graph: TrainingGraph, timeline: Timeline, position: int) -> list[Holder]:

@@ -49,15 +49,10 @@ def lower(graph: TrainingGraph, link: Link | None = None) -> Problem:
 
 def _lower_op(op: TrainingOp) -> Op:
     return Op(
-        name=op.name,
-        cost=op.seconds,
-        inputs=op.inputs,
-        outputs=op.outputs,
+        name=op.name, cost=op.seconds, inputs=op.inputs, outputs=op.outputs,
         workspace_bytes=op.workspace_bytes,
-        recomputable=op.phase is Phase.FORWARD and not op.pinned,
-        inplace=op.inplace,
-        replay_state_bytes=op.replay_state_bytes,
-    )
+        recomputable=op.phase is Phase.FORWARD and not op.pinned, inplace=op.inplace,
+        replay_state_bytes=op.replay_state_bytes)
 
 
 def _saved_within_regions(graph: TrainingGraph) -> frozenset[int]:

@@ -156,8 +156,7 @@ def prepare(step: CapturedStep, *, tensors: Sequence[ParameterKey], inputs: obje
         baseline_peak_bytes=base.budget.whole_bytes(baseline_bytes),
         plain=PlainTimeline(
             tuple(base.budget.resident_bytes + size for size in plain.memory_timeline),
-            plain.backward_begins,
-        ),
+            plain.backward_begins),
         tensors=tuple(tensors),
         inputs=_as_json(inputs),
         signature=signature,

@@ -81,10 +81,8 @@ class Replicated(_Layout):
         self.parameters_bytes = fake_copy.resident.parameters_bytes
         self.bucket_bytes = tuple(
             allocated_bytes(size, fake_copy.device)
-            for size in assign_buckets(
-                [p for p in fake_copy.model.parameters() if p.requires_grad], parallel.bucket_cap_mb
-            )
-        )
+            for size in assign_buckets([p for p in fake_copy.model.parameters() if p.requires_grad],
+                                       parallel.bucket_cap_mb))
         whole = sum(self.bucket_bytes)
         self.gradients_bytes = whole if parallel.gradient_as_bucket_view else 0
         self.communication_bytes = whole - self.gradients_bytes
@@ -160,8 +158,7 @@ def layout_of(model: nn.Module, fake_copy: FakeCopy, parallel: DataParallel
               ) -> Replicated | FullyShardedLayout:
     """The layout, on a rank under `parallel`, of the model that the fake copy was made from."""
     return (Replicated if parallel.is_replicated else FullyShardedLayout)(
-        model, fake_copy, parallel
-    )
+        model, fake_copy, parallel)
 
 
 def assign_buckets(parameters: Sequence[torch.Tensor], cap_mb: float | None) -> list[int]:

@@ -146,14 +146,10 @@ class StepSurroundings:
 
         is_followed = first is not None and (accumulation == 1 or later is not None)
         return cls(
-            step.resident_blocks(),
-            frozenset(step.tracing.fake_copy.parameters),
+            step.resident_blocks(), frozenset(step.tracing.fake_copy.parameters),
             step.optimizer_steps,
             TrainingLoop(accumulation, hold_output="step" if accumulation == 1 else "backward"),
-            step.held_workspace_bytes,
-            expandable_segments(),
-            plain if is_followed else None,
-        )
+            step.held_workspace_bytes, expandable_segments(), plain if is_followed else None)
 
     @property
     def notes(self) -> tuple[str, ...]:

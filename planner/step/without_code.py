@@ -18,6 +18,7 @@ from planner._graph_capture.inductor.compiled_step import CompiledStep
 from planner._graph_capture.training_graph import BufferKind, Phase
 from planner.solvers.problem import Schedule
 from planner.solvers.simulator import unroll
+from planner.step.breakdown import backward_begins
 from planner.step.variant import Variant
 
 _MARGIN = 0.03
@@ -76,5 +77,4 @@ def bound_without_code(variant: Variant, schedule: Schedule, *, is_ordered: bool
     fullest = whole.index(peak_bytes)
     return CompiledStep(
         peak_bytes, {kind: row[fullest] for kind, row in memory.items()}, memory,
-        next((position for position, action in timeline.runs
-              if graph.ops[action].phase is Phase.BACKWARD), len(timeline.schedule)))
+        backward_begins(graph, timeline))

@@ -29,8 +29,8 @@ def parallel_of(model: nn.Module) -> DataParallel | None:
     """Data parallelism of the model's run, as far as its wrappers show; `None`: a single rank."""
     if sharded_module(model) is not None:
         return _of_shards(model)
-    running = model if isinstance(model, DistributedDataParallel) else wrapping_data_parallel()
-    if not isinstance(running, DistributedDataParallel):
+    running = _running(model)
+    if running is None:
         return None
     ranks = running.process_group.size()
     return DataParallel("ddp", max(2, ranks), running.gradient_as_bucket_view)
@@ -56,9 +56,8 @@ def group_of(model: nn.Module) -> list[int]:
         from planner._graph_capture.torch_compat.sharding import sharded_modules
 
         return dist.get_process_group_ranks(next(sharded_modules(model)).group)
-    running = model if isinstance(model, DistributedDataParallel) else wrapping_data_parallel()
-    return ([] if not isinstance(running, DistributedDataParallel)
-            else dist.get_process_group_ranks(running.process_group))
+    running = _running(model)
+    return [] if running is None else dist.get_process_group_ranks(running.process_group)
 
 
 def defers_reduction(model: nn.Module) -> bool:
@@ -112,6 +111,12 @@ def beneath_wrappers(model: nn.Module, parallel: DataParallel | None) -> nn.Modu
     from planner._graph_capture.fake_copies.before_sharding import before_sharding
 
     return before_sharding(model, dtype)
+
+
+def _running(model: nn.Module) -> DistributedDataParallel | None:
+    """What the model runs under."""
+    found = model if isinstance(model, DistributedDataParallel) else wrapping_data_parallel()
+    return found if isinstance(found, DistributedDataParallel) else None
 
 
 def _of_shards(model: nn.Module) -> DataParallel:

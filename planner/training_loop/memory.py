@@ -174,14 +174,8 @@ def _planned(model: nn.Module, inputs: object, plan: Plan, plain: PlainLoop,
              **arguments: Any) -> MicroBatches:
     """The micro-batches of a plan; raises `PlanMismatch` where it was made for another step."""
     variant, timeline = capture_for(
-        plan,
-        model,
-        inputs,
-        device=plain.fake_copy.device,
-        gpu=plain.gpu,
-        autocast=plain.fake_copy.autocast,
-        **arguments,
-    )
+        plan, model, inputs, device=plain.fake_copy.device, gpu=plain.gpu,
+        autocast=plain.fake_copy.autocast, **arguments)
     names = plain.fake_copy.parameters.keys()
     return lambda with_gradient: planned_micro_batch(variant.graph, timeline, names, with_gradient)
 

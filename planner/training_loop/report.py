@@ -6,12 +6,13 @@ Reads a `planner.step.loop_trace.LoopTrace` of the plain eager step or of the st
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from planner._graph_capture.memory.trace import Block, Category, MemoryTrace
 from planner.step.categories import MemoryByCategory
-from planner.step.loop_trace import LoopTrace, Span, StepPhase, TrainingLoop
+from planner.step.loop_trace import LoopTrace, StepPhase, TrainingLoop
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +112,7 @@ def breakdown_of(loop: LoopTrace) -> LoopBreakdown:
     left = loop.trace.alive_after(loop.spans[-1].stop)
     return LoopBreakdown(
         loading=fullest[0, StepPhase.LOADING], first=iteration(1), steady=iteration(2),
-        resident=_by_category(loop.trace, left))
+        resident=_memory(loop.trace.by_category(left)))
 
 
 def holders_at(trace: MemoryTrace, event: int) -> tuple[MemoryHolder, ...]:
@@ -148,20 +149,12 @@ def _phases(loop: LoopTrace) -> list[PhaseMemory]:
             level += change
             if level > best:
                 best, where, at_best = level, position + 1, dict(held)
-        found.append(_phase(span, best, where, at_best))
+        found.append(PhaseMemory(span.phase, best, _memory(at_best), where, span.micro_batch))
     return found
 
 
-def _phase(span: Span, peak_bytes: int, event: int, held: dict[Category, int]) -> PhaseMemory:
-    return PhaseMemory(span.phase, peak_bytes, _memory(held), event, span.micro_batch)
-
-
-def _memory(held: dict[Category, int]) -> MemoryByCategory:
+def _memory(held: Mapping[Category, int]) -> MemoryByCategory:
     return MemoryByCategory(**{category.value: size for category, size in held.items()})
-
-
-def _by_category(trace: MemoryTrace, blocks: list[int]) -> MemoryByCategory:
-    return _memory(dict(trace.by_category(blocks)))
 
 
 _HOLDERS = 20

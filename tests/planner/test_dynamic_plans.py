@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import planner
-from planner._apply.sized_code import SizedCode
+from planner._apply.symbolic_code import SizedCode
 from planner._graph_capture.memory.allocator import record_peak
 from planner._graph_capture.module_forward import forward_override
 from planner.attached.symbolic_graph import SymbolicGraph
