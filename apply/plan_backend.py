@@ -133,6 +133,9 @@ class PlanBackend(OutputWatcher):
         self.fallback: Fallback | None = None
         """Replacement for a graph that is not the plan's once others have run; `None`: that is an
         error."""
+        self.may_take_other_paths = False
+        """True if values of tensors decide what runs behind a graph, and so through which of its
+        outputs gradients come: then its inputs are held for them."""
         self.compilations = 0
         """Number of graphs compiled so far."""
         self.has_run = False
@@ -377,6 +380,7 @@ class PlanBackend(OutputWatcher):
             pass_absent_gradients(outputs)
             differentiate_again(outputs, args, module, self.tell_of_double_backward,
                                 refuse_double_backward, state=state,
+                                holds_inputs=state is not None and self.may_take_other_paths,
                                 unplanned=self._take_unplanned)
             return outputs
 

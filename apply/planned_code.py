@@ -61,10 +61,12 @@ class CompiledCode:
         """True if a gradient came through an output that the plan took for one without."""
         return bool(self._backend.met_unplanned_gradient)
 
-    def fall_back(self, fallback: Fallback) -> None:
+    def fall_back(self, fallback: Fallback, *, may_take_other_paths: bool = False) -> None:
         """From now on, once a step has begun, run a region that is not the plan's by the result of
-        `fallback`, with a warning, instead of ending the step with `PlanMismatch`."""
+        `fallback`, with a warning, instead of ending the step with `PlanMismatch`.
+        `may_take_other_paths`: values of tensors decide which regions run."""
         self._backend.fallback = fallback
+        self._backend.may_take_other_paths = may_take_other_paths
 
     def compare_with(self, earlier: object) -> None:
         """Take what ran outside of the regions of earlier code of the same graph for what was

@@ -18,7 +18,7 @@ _Gradients = Sequence[torch.Tensor | None]
 
 def differentiate_again(outputs: Sequence[Any], inputs: Sequence[Any], run: Callable[..., Any],
                         tell: Callable[[], object], refuse: Callable[[], object], *,
-                        state: TorchState | None = None,
+                        state: TorchState | None = None, holds_inputs: bool = False,
                         unplanned: Callable[[], Exception | None] = lambda: None) -> None:
     """Allow gradients through the compiled region behind `outputs` to be differentiated again.
 
@@ -28,11 +28,12 @@ def differentiate_again(outputs: Sequence[Any], inputs: Sequence[Any], run: Call
     called once they are differentiated.
 
     `state`, `unplanned`: where the first is given, gradients for which the second returns an error
-    are replaced in the same way; the error is raised where the inputs are gone.
+    are replaced in the same way; the error is raised where the inputs are gone, which
+    `holds_inputs` prevents.
     """
     # Hooks must not keep alive what the plan lets go of.
-    given = [_while_alive(each) if isinstance(each, torch.Tensor) else lambda value=each: value
-             for each in inputs]
+    given = [_while_alive(each) if isinstance(each, torch.Tensor) and not holds_inputs
+             else lambda value=each: value for each in inputs]
     for region in dict.fromkeys(region_nodes(outputs)):
         places, weak = _places(region, outputs), weakref.proxy(region)
 
@@ -109,13 +110,16 @@ def _gradients(run: Callable[..., Any], given: Sequence[Callable[[], Any]],
     if any(each is None for each in inputs) or not numbers <= {number for _, _, number in places}:
         return {}
     with torch.enable_grad(), (state or TorchState(wanted)).again():
+        # One input may have been made of another: gradients end at these, before they meet.
+        own = {id(each): each.view_as(each) for each in wanted}
         outputs = run(*(  # updates of buffers are made to copies
-            each.clone() if isinstance(each, torch.Tensor) and not each.requires_grad else each
-            for each in inputs))
+            own[id(each)] if id(each) in own else
+            each.clone() if isinstance(each, torch.Tensor) else each for each in inputs))
         pairs = {number: outputs[place]._base if is_view else outputs[place]
                  for place, is_view, number in places if number in numbers}
         found = torch.autograd.grad(
-            list(pairs.values()), wanted, [cotangents[number] for number in pairs],
+            list(pairs.values()), [own[id(each)] for each in wanted],
+            [cotangents[number] for number in pairs],
             create_graph=create_graph, allow_unused=True)
     edges = [get_gradient_edge(each) for each in wanted]
     return {(edge.node, edge.output_nr): each

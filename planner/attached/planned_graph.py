@@ -90,7 +90,7 @@ class PlannedGraph:
         if isinstance(code, PlannedBlocks):
             code.fall_back(with_least_memory, may_vary=self.may_skip)
         else:
-            code.fall_back(with_least_memory)
+            code.fall_back(with_least_memory, may_take_other_paths=self.has_control_flow)
         if isinstance(earlier, PlannedCode | PlannedBlocks):
             code.compare_with(earlier)
 

@@ -7,6 +7,7 @@ import copy
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 import planner
@@ -113,3 +114,40 @@ def test_an_empty_selection_is_planned():
     planner.within(net, "100%")
     assert train(net, gates) == expected
     assert planner.status(net).planned_steps == 3
+
+
+class ScheduledSampling(nn.Module):
+    """Each step reads the target before it, or its own guess, as the dice decide."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.cell = nn.Embedding(16, 16), nn.GRUCell(16, 16)
+        self.head = nn.Linear(16, 16)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        state, token, losses = torch.zeros(len(tokens), 16), tokens[:, 0], []
+        for target in tokens[:, 1:].unbind(1):
+            state = self.cell(self.embed(token), state)
+            logits = self.head(state)
+            losses.append(F.cross_entropy(logits, target))
+            token = target if torch.rand(()) < 0.5 else logits.argmax(-1)
+        return torch.stack(losses).mean()
+
+
+@pytest.mark.slow
+def test_another_path_may_give_gradients_to_other_outputs_of_a_region():
+    plain, tokens = ScheduledSampling(), torch.randint(16, (4, 8))
+    net = planner.within(copy.deepcopy(plain), "90%", time_limit=1)
+    losses: list[list[float]] = []
+    for model in (plain, net):
+        torch.manual_seed(0)
+        losses.append([])
+        for _ in range(4):
+            loss = model(tokens)
+            loss.backward()
+            losses[-1].append(loss.item())
+    assert losses[0] == losses[1]
+    for mine, theirs in zip(net.parameters(), plain.parameters(), strict=True):
+        assert torch.allclose(mine.grad, theirs.grad, rtol=1e-5, atol=1e-7)
+    assert planner.steps_of(net).planned == 4
