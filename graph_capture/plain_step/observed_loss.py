@@ -49,6 +49,8 @@ from planner._graph_capture.torch_compat import (
 )
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
+_MOST_OPS = 20_000
+"""A loss of more ops is not observed: its backward may never come."""
 
 
 class StepWatch(MemoryTracker):
@@ -239,7 +241,9 @@ class LossWatch(MemoryTracker):
 
     def _note(self, op: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any],
               out: Any) -> int:
-        if not op.is_view:
+        if len(self._noted) == _MOST_OPS:
+            self._stop()
+        elif not op.is_view and not self._closed:
             self._noted.append(NotedOp(self.live_bytes + self._made_before(op, args), op,
                                        *_without_data((args, kwargs, out))))
         return 0

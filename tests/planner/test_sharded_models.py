@@ -73,10 +73,8 @@ def trained(rank: int, tied: bool, how: str, settings: dict[str, Any]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("tied", "how", "settings"), [
-    (False, "blocks", {"budget": "80%"}),
-    (True, "blocks", {"budget": "80%"}),
     (False, "tail", {"budget": "80%"}),
-    (False, "blocks", {"budget": "60%", "allow": "chunk"}),
+    (False, "blocks", {"budget": "80%"}),
     (True, "blocks", {"budget": "60%", "allow": "chunk"}),
 ])
 def test_a_step_uses_what_its_plan_says(tied, how, settings):
