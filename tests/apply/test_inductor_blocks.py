@@ -138,7 +138,7 @@ def test_tracing_blocks_leaves_the_users_model_alone():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "size"), [
-    ("llama", {"layers": 3}), ("block_twice", {"layers": 2}),
+    ("llama", {"layers": 2}), ("block_twice", {"layers": 2}),
 ])
 def test_models_by_blocks(name, size):
     case = BUILDERS[name](**size)

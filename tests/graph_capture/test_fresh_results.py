@@ -170,7 +170,6 @@ def test_random_numbers_that_are_overwritten_are_drawn():
 @pytest.mark.parametrize(("name", "other"), [
     ("bernoulli", lambda x: F.dropout(x, 0.1, True)),
     ("normal", lambda x: x * (1 + 0.1 * torch.randn_like(x))),
-    ("alpha_dropout", lambda x: F.dropout(x, 0.1, True)),
     ("masked positions", lambda x: torch.where(
         torch.rand(x.shape[:-1]).unsqueeze(-1) < 0.3, x.mean(), x)),
     ("by slices", lambda x: torch.stack([x[..., ::2].sin(), x[..., 1::2].cos()], -1).flatten(-2)),

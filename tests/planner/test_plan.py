@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 import planner
 from planner._graph_capture.training_graph import OptimizerMemory
-from planner.api import resolve
 from planner.arguments.budget import parse_budget
 from planner.search.planning import Effort, plan_within
 from tests.support.graphs import HandMadeStep, chain, prepared, steps
@@ -58,7 +57,7 @@ def test_overhead_does_not_rise_with_the_budget():
 
 def test_a_percentage_is_of_the_baseline():
     ready = prepared(HandMadeStep(chain(12), 2600))
-    plan = plan_within(ready, resolve(parse_budget(budget="80%"), ready))
+    plan = plan_within(ready, parse_budget(budget="80%").resolve(ready.plain_bytes))
     assert plan.budget_bytes == 2080
     assert plan.peak_bytes <= 2080 < 2410
 

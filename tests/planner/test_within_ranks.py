@@ -274,7 +274,7 @@ def refused(net: nn.Module, plan: planner.Plan, batch: dict[str, torch.Tensor]) 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", ["bucket views", "fsdp2", "mixed"])
+@pytest.mark.parametrize("how", ["bucket views", "fsdp2"])
 def test_a_plan_of_a_rank_is_verified_in_its_run(how):
     on_ranks(verified, how)
 
