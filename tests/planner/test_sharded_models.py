@@ -74,7 +74,6 @@ def trained(rank: int, tied: bool, how: str, settings: dict[str, Any]) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("tied", "how", "settings"), [
     (False, "tail", {"budget": "80%"}),
-    (False, "blocks", {"budget": "80%"}),
     (True, "blocks", {"budget": "60%", "allow": "chunk"}),
 ])
 def test_a_step_uses_what_its_plan_says(tied, how, settings):
