@@ -136,7 +136,7 @@ def captured(monkeypatch: pytest.MonkeyPatch, plan: Callable[[], planner.Plan]
 
 
 QUICK = {("llama", "ones"), ("mistral", "padding")}
-GRID = [("gpt2", "padding"), ("llama", "ones"), ("llama", "padding"), ("mistral", "none"),
+GRID = [("gpt2", "padding"), ("llama", "ones"), ("llama", "padding"), ("mistral", "padding"),
         ("bert", "padding"), ("t5", "none"), ("whisper", "none"), ("vit", "none")]
 
 

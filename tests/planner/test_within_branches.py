@@ -137,17 +137,17 @@ class ScheduledSampling(nn.Module):
 
 @pytest.mark.slow
 def test_another_path_may_give_gradients_to_other_outputs_of_a_region():
-    plain, tokens = ScheduledSampling(), torch.randint(16, (4, 8))
+    plain, tokens = ScheduledSampling(), torch.randint(16, (4, 6))
     net = planner.within(copy.deepcopy(plain), "90%", time_limit=1)
     losses: list[list[float]] = []
     for model in (plain, net):
         torch.manual_seed(0)
         losses.append([])
-        for _ in range(4):
+        for _ in range(3):
             loss = model(tokens)
             loss.backward()
             losses[-1].append(loss.item())
     assert losses[0] == losses[1]
     for mine, theirs in zip(net.parameters(), plain.parameters(), strict=True):
         assert torch.allclose(mine.grad, theirs.grad, rtol=1e-5, atol=1e-7)
-    assert planner.steps_of(net).planned == 4
+    assert planner.steps_of(net).planned == 3

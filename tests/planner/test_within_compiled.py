@@ -1,6 +1,6 @@
 """`planner.within` with Inductor: the losses of `torch.compile`, and every step within the budget.
 
-The last batch is smaller in each.  The oracles: the same loop compiled without a plan, the same
+The last batch of the Trainer is smaller.  The oracles: the same loop compiled without a plan, the same
 Trainer without a budget, and the allocator's events.
 """
 
