@@ -1,7 +1,7 @@
 """`planner.within` with Inductor: the losses of `torch.compile`, and every step within the budget.
 
-The last batch of the Trainer is smaller.  The oracles: the same loop compiled without a plan, the same
-Trainer without a budget, and the allocator's events.
+The last batch of the Trainer is smaller.  The oracles: the same loop compiled without a plan, the
+same Trainer without a budget, and the allocator's events.
 """
 
 from __future__ import annotations
