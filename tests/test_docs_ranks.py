@@ -27,7 +27,7 @@ def test_a_script_runs_on_two_ranks(number, tmp_path):
     ran = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2",
          "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", str(script)],
-        cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False,
+        cwd=tmp_path, capture_output=True, text=True, timeout=600, check=False,
         env={**os.environ, "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo",
              "OMP_NUM_THREADS": "1"})
     assert ran.returncode == 0, ran.stderr[-3000:]

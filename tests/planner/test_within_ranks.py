@@ -87,7 +87,7 @@ def in_any_order(rank: int, how: str, is_wrapped_first: bool) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", ["bucket views", "fsdp2", "kept", "mixed", "offloaded"])
+@pytest.mark.parametrize("how", ["bucket views", "fsdp2", "offloaded"])
 def test_losses_and_budget_in_any_order(how):
     """Every other kind of wrapper comes before the budget."""
     on_ranks(in_any_order, how, WRAPPERS.index(how) % 2 == 0)
@@ -112,9 +112,8 @@ def compiled(rank: int, how: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", ["ddp", "fsdp2"])
-def test_compiled_blocks(how):
-    on_ranks(compiled, how, time_out=datetime.timedelta(minutes=10))
+def test_compiled_blocks():
+    on_ranks(compiled, "fsdp2", time_out=datetime.timedelta(minutes=10))
 
 
 def accumulating(rank: int) -> None:
@@ -274,9 +273,8 @@ def refused(net: nn.Module, plan: planner.Plan, batch: dict[str, torch.Tensor]) 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", ["bucket views", "fsdp2"])
-def test_a_plan_of_a_rank_is_verified_in_its_run(how):
-    on_ranks(verified, how)
+def test_a_plan_of_a_rank_is_verified_in_its_run():
+    on_ranks(verified, "mixed")
 
 
 def storing(rank: int, kind: str) -> None:
@@ -297,9 +295,8 @@ def storing(rank: int, kind: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
-def test_results_of_a_rank_on_the_host(kind):
-    on_ranks(storing, kind)
+def test_results_of_a_rank_on_the_host():
+    on_ranks(storing, "fsdp2")
 
 
 def of_two_models(rank: int) -> None:
