@@ -519,8 +519,8 @@ class PlanningForward(ObservingForward):
             return
         if planner.loss_is_outside and graph.loss is None and graph.unmeasured is None:
             watch = LossWatch(output, partial(_note_loss, ref(self), ref(graph)))
-            graph.tries_to_observe += 1
-            if not watch.is_possible or graph.tries_to_observe > _TRIES:
+            graph.steps_to_observe.add(self._counts.steps)
+            if not watch.is_possible or len(graph.steps_to_observe) > _TRIES:
                 graph.loss = planner.assumed_loss
                 self._learned += 1
             elif watch.begin():  # else another model's watch is active; next time

@@ -48,8 +48,8 @@ class PlannedGraph:
         """The observed loss of this graph's output."""
         self.unmeasured: UnmeasuredLoss | None = None
         """The loss, observed and not yet measured."""
-        self.tries_to_observe = 0
-        """Calls whose loss was to be observed."""
+        self.steps_to_observe = set[int]()
+        """Numbers of the steps in which its loss was to be observed."""
         self.is_followed = False
         """True if another call came between a call of this graph and the loss."""
         self.lives: tuple[Until, ...] | None = None
