@@ -30,7 +30,7 @@ from tests.support.loss_head import (
     gradients,
     peak_of,
 )
-from tests.support.models import gpt2, llama, t5
+from tests.support.models import gpt2, llama
 from tests.support.training import apply_schedule, random_schedule
 
 
@@ -349,7 +349,7 @@ def test_a_plan_with_attention_in_pieces_serves_shorter_sequences():
 
 @pytest.mark.slow
 def test_a_model_of_transformers_takes_less():
-    case = t5(batch=4, seq=128, vocab=4096)
+    case = gpt2(batch=4, seq=128, vocab=4096)
     plan = plan_that_takes_less(case)
     assert planner.verify(case.model, plan, case.inputs).ok
 
