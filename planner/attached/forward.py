@@ -170,11 +170,10 @@ class PlanningForward(ObservingForward):
         if is_step:
             self._end_watch()
         self._begin_call()
-        if self.is_foreign():
-            if torch.is_grad_enabled():
-                abandon()  # what is measured would be none of a step
-            is_step = False
-        if not is_step:
+        is_foreign = self.is_foreign()
+        if is_foreign and torch.is_grad_enabled():
+            abandon()  # what is measured would be none of a step
+        if is_foreign or not is_step:
             return self.plain(*args, **kwargs)
         call = self.call_of(args, kwargs)
         known = self._served.get(call)

@@ -14,7 +14,6 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -129,7 +128,7 @@ class Measurement:
 
 _under_way: list[Measurement] = []
 _last_watch: list[StepWatch] = []
-_undecided: deque[_Undecided] = deque()
+_undecided: list[_Undecided] = []
 
 
 def begin_measuring(device: torch.device, held: Callable[[], Iterable[torch.Tensor]], *,

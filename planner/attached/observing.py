@@ -358,7 +358,6 @@ class ObservingForward(CountingForward):
         self._end_watch()
         enter_phase("in the optimizer's step")
         if any(each() is optimizer for each in self._optimizers):
-            self._in_step = ref(optimizer)
             self._stepped(optimizer)
             return
         mine = {id(parameter) for parameter in self.__self__.parameters()}
@@ -367,7 +366,6 @@ class ObservingForward(CountingForward):
                 self._counts.steps = self._counts.planned_steps = 0
                 self._counts.counted = (0, 0)
             self._optimizers.append(ref(optimizer))
-            self._in_step = ref(optimizer)
             for graph in self.graphs if optimizer.state else ():
                 graph.forget_held()  # from here on the optimizer's tensors count as its own
             self._learned += 1
@@ -384,6 +382,7 @@ class ObservingForward(CountingForward):
 
     def _stepped(self, optimizer: Optimizer) -> None:
         """Count the step that this optimizer completes."""
+        self._in_step = ref(optimizer)
         began_in_step, self._began_in_step = self._began_in_step, False
         calls, _ = self._count()
         calls_before = self._counts.calls_before.get(optimizer, 0)

@@ -33,6 +33,13 @@ from planner.attached.planned_graph import PlannedGraph
 from planner.plans.plan import Plan
 from planner.step.other_sizes import SizedPeak
 
+log = logging.getLogger("planner")
+
+_MOST_FIXED = 256
+"""Remembered calls that need a graph with fixed sizes."""
+_MOST_FAILURES = 2
+"""Attempts at a symbolic capture; torch fixes a size that equals one of the model's."""
+
 
 class SymbolicGraph(PlannedGraph):
     """The graph of a model for any sizes."""
@@ -175,16 +182,6 @@ class SymbolicGraph(PlannedGraph):
         self.has_run = True
         if self.code.used is not None:
             self.plan = self._plans.get(self.code.used, self.plan)
-
-
-log = logging.getLogger("planner")
-
-_MOST_FIXED = 256
-"""Remembered calls that need a graph with fixed sizes."""
-
-
-_MOST_FAILURES = 2
-"""Attempts at a symbolic capture; torch fixes a size that equals one of the model's."""
 
 
 class SymbolicGraphs:
