@@ -172,7 +172,9 @@ def check_values(document: object, name: str) -> None:
 
 def _why_no_text(text: str) -> str:
     """The kind of text expected in place of an unprintable one; empty if `text` is printable."""
-    if any(category(character) in ("Cc", "Cs") and character != "\n" for character in text):
+    # Printable text, which is nearly all, has neither.
+    if not text.isprintable() and any(
+            category(character) in ("Cc", "Cs") and character != "\n" for character in text):
         return "text without control characters and lone surrogates"
     return "text without markup" if _MARKUP.search(text) else ""
 

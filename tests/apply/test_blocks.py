@@ -19,8 +19,6 @@ from planner.step.prepared import PreparedStep
 from tests.support.models import BUILDERS, Case, language_model
 from tests.support.training import EFFORT, measured_peak, reference, train
 
-pytestmark = pytest.mark.compat
-
 
 def prepared(case: Case) -> PreparedStep:
     return capture(case.model, case.inputs, loss_fn=case.loss_fn, regions="blocks")
@@ -37,7 +35,8 @@ def plan_at(step: PreparedStep, share: float) -> planner.Plan:
 
 
 @pytest.mark.parametrize(("name", "size"), [
-    ("gpt2", {"layers": 2}),
+    pytest.param("language_model", {"layers": 3}, marks=pytest.mark.compat),
+    pytest.param("gpt2", {"layers": 2}, marks=pytest.mark.slow),
     pytest.param("lora", {"layers": 3}, marks=pytest.mark.slow),
     pytest.param("autocast", {"layers": 2}, marks=pytest.mark.slow),
     pytest.param("block_twice", {"layers": 2}, marks=pytest.mark.slow),

@@ -161,6 +161,7 @@ def test_another_wrapper_is_named(plan):
     assert "with its forward wrapped by" in words and "with the forward of its class" in words
 
 
+@pytest.mark.slow
 def test_buffers_made_as_such_are_captured_as_they_run():
     """A model of transformers that moves its buffer breaks the graph there, at both times."""
     transformers = pytest.importorskip("transformers")

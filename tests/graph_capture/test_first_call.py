@@ -12,8 +12,6 @@ from torch import nn
 import planner
 from planner.api import capture
 
-pytestmark = pytest.mark.compat
-
 
 def layer() -> nn.Module:
     return nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Dropout(0.1), nn.Linear(64, 16))

@@ -14,8 +14,6 @@ from tests.support import one_line_backend
 from tests.support.compiler import needs_compiler
 from tests.support.one_line_backend import QUICKLY, BreakingLayer, compiled
 
-pytestmark = pytest.mark.compat
-
 
 @pytest.fixture(autouse=True)
 def backend_by_name():

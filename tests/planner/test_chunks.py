@@ -91,7 +91,7 @@ def test_logits_that_are_dropped_are_not_made():
 
 @pytest.mark.parametrize("is_read", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_logits_behind_blocks_are_not_made_unless_other_code_reads_them(is_read):
-    case = llama(seq=64, vocab=1000)
+    case = llama(layers=1, seq=64, vocab=1000)
     model = Behind(case.model) if is_read else case.model
     refusals = {}
     for output in ("dropped",) if is_read else ("held", "dropped"):
@@ -321,7 +321,7 @@ def plan_that_takes_less(case):
 @pytest.mark.slow
 def test_attention_of_transformers_takes_less():
     """Where it is not fused, and the scores outweigh all else."""
-    case = llama(batch=4, seq=256, width=32, vocab=100)
+    case = llama(layers=1, batch=4, seq=256, width=32, vocab=100)
     case.model.set_attn_implementation("eager")
     plan = plan_that_takes_less(case)
     planned = plan.apply(copy.deepcopy(case.model))
@@ -349,7 +349,7 @@ def test_a_plan_with_attention_in_pieces_serves_shorter_sequences():
 
 @pytest.mark.slow
 def test_a_model_of_transformers_takes_less():
-    case = gpt2(batch=4, seq=128, vocab=4096)
+    case = gpt2(layers=1, batch=4, seq=64, vocab=4096)
     plan = plan_that_takes_less(case)
     assert planner.verify(case.model, plan, case.inputs).ok
 

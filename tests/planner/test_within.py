@@ -334,8 +334,8 @@ class Branching(nn.Module):
 
 @pytest.mark.slow
 def test_each_branch_is_planned_once():
-    batches = [batch(seed=seed) for seed in range(6)]
-    for (ids, _), first in zip(batches, (1, 1, 2, 2, 1, 2), strict=True):
+    batches = [batch(seed=seed) for seed in range(4)]
+    for (ids, _), first in zip(batches, (1, 2, 1, 2), strict=True):
         ids[0, 0] = first
     losses, peaks = train(Branching(), batches)
     net = planner.within(Branching(), budget_of(peaks, 0.8), time_limit=1)

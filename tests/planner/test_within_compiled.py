@@ -25,7 +25,7 @@ SEQ, VOCAB = 64, 256
 
 def make() -> nn.Module:
     torch.compiler.reset()
-    return gpt2(layers=2, seq=SEQ, width=64, vocab=VOCAB, dropout=0.1).model
+    return gpt2(layers=1, seq=SEQ, width=64, vocab=VOCAB, dropout=0.1).model
 
 
 def check(trial: Trial, steps: int, distance: float) -> None:

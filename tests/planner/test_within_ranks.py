@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 import planner
 from benchmarks.settled_collectives import settle_collectives
 from planner.solvers import Link
-from tests.support.models import LanguageModel, gpt2
+from tests.support.models import CausalModel, LanguageModel, causal_model, gpt2
 from tests.support.ranks import on_ranks, train_language_model
 
 VOCAB = 256
@@ -28,7 +28,15 @@ WRAPPERS = ("ddp", "bucket views", "zero1", "fsdp2", "kept", "mixed", "offloaded
 
 
 def model() -> nn.Module:
-    return gpt2(layers=3, batch=1, seq=32, width=64, vocab=VOCAB).model.train()
+    return causal_model(batch=1, vocab=VOCAB, dropout=0.1).model
+
+
+def of_transformers(layers: int = 3, width: int = 64, dropout: float = 0.1) -> nn.Module:
+    return gpt2(layers, batch=1, width=width, vocab=VOCAB, dropout=dropout).model.train()
+
+
+def blocks_of(net: nn.Module) -> nn.ModuleList:
+    return net.blocks if isinstance(net, CausalModel) else net.transformer.h
 
 
 def wrap(net: nn.Module, how: str) -> nn.Module:
@@ -39,10 +47,10 @@ def wrap(net: nn.Module, how: str) -> nn.Module:
         settings["offload_policy"] = CPUOffloadPolicy(pin_memory=False)
     if how == "kept":
         settings["reshard_after_forward"] = False
-    for block in net.transformer.h:
+    for block in blocks_of(net):
         fully_shard(block, **settings)
     fully_shard(net, **settings)
-    for unit in (*net.transformer.h, net):
+    for unit in (*blocks_of(net), net):
         settle_collectives(unit)
     return net
 
@@ -63,16 +71,17 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def in_any_order(rank: int, how: str, is_wrapped_first: bool) -> None:
-    plain, plain_peaks, plain_weights = train(wrap(model(), how), rank, how)
+    make = of_transformers if how == "fsdp2" else model
+    plain, plain_peaks, plain_weights = train(wrap(make(), how), rank, how)
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
         warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor")
-        net = (planner.within(wrap(model(), how), "80%", time_limit=2) if is_wrapped_first
-               else wrap(planner.within(model(), "80%", time_limit=2), how))
+        net = (planner.within(wrap(make(), how), "80%", time_limit=2) if is_wrapped_first
+               else wrap(planner.within(make(), "80%", time_limit=2), how))
         found, peaks, weights = train(net, rank, how)
     plan = planner.plan_of(net)
     assert planner.steps_of(net).planned == 4
-    assert len(plan.spec.blocks) == 3 and plan.recompute_flops > 0
+    assert len(plan.spec.blocks) == len(blocks_of(make())) and plan.recompute_flops > 0
     kind = {"bucket views": "ddp", "zero1": "ddp", "kept": "fsdp2", "mixed": "fsdp2",
             "offloaded": "fsdp2"}
     assert plan.parallel.kind == kind.get(how, how) and plan.parallel.ranks == 2
@@ -96,12 +105,12 @@ def test_losses_and_budget_in_any_order(how):
 def compiled(rank: int, how: str) -> None:
     """Inductor compiles the blocks."""
     def without_dice() -> nn.Module:
-        net = gpt2(layers=2, batch=1, seq=32, width=32, vocab=VOCAB, dropout=0.0).model.train()
-        return wrap(net, how)
+        return wrap(of_transformers(layers=2, width=32, dropout=0.0), how)
 
-    plain, plain_peaks, _ = train(without_dice(), rank, how)
+    batches = (8, 8, 8)
+    plain, plain_peaks, _ = train(without_dice(), rank, how, batches)
     net = planner.within(without_dice(), "80%", backend="inductor")
-    found, peaks, _ = train(net, rank, how)
+    found, peaks, _ = train(net, rank, how, batches)
     plan = planner.plan_of(net)
     assert plan.spec.backend == "inductor" and len(plan.spec.blocks) == 2
     assert found == pytest.approx(plain, rel=1e-5)
@@ -355,13 +364,13 @@ def test_one_rank_of_shards():
     dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
     try:
         net = model()
-        for block in net.transformer.h:
+        for block in net.blocks:
             fully_shard(block)
         fully_shard(net)
         ids = torch.zeros(2, 8, dtype=torch.long)
         plan = planner.plan(net, {"input_ids": ids, "labels": ids}, budget="90%", time_limit=2)
         assert plan.parallel.kind == "fsdp2" and plan.parallel.units == tuple(
-            f"transformer.h.{number}" for number in range(3))
+            f"blocks.{number}" for number in range(2))
         with pytest.raises(TypeError, match=r"planner\.within\(model, plan=plan\)"):
             plan.apply(net)
         of_eight = planner.plan(model(), {"input_ids": ids, "labels": ids},

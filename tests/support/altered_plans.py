@@ -7,7 +7,7 @@ schedule, so that only a look at the model's own graph reveals the change.
 
 from __future__ import annotations
 
-import copy
+import pickle
 import random
 from collections import Counter
 from collections.abc import Iterator
@@ -37,6 +37,10 @@ def places(value: Any, place: Place = ()) -> Iterator[Place]:
         yield from places(item, (*place, key))
 
 
+def copied(value: Any) -> Any:
+    return pickle.loads(pickle.dumps(value))  # several times quicker than `copy.deepcopy`
+
+
 def at(document: Any, place: Place) -> Any:
     for key in place:
         document = document[key]
@@ -53,7 +57,7 @@ def altered(document: dict[str, Any], dice: random.Random, within: tuple[str, ..
         kinds.setdefault(tuple(key for key in place if isinstance(key, str)), []).append(place)
     while True:
         place = dice.choice(kinds[dice.choice(list(kinds))])
-        changed = copy.deepcopy(document)
+        changed = copied(document)
         holder, key = at(changed, place[:-1]), place[-1]
         if _change(holder, key, dice, _alike(document, place)) and changed != document:
             return changed
@@ -77,7 +81,7 @@ def _change(holder: Any, key: Any, dice: random.Random, alike: list[str]) -> boo
         if how == "drop":
             del holder[key]
         elif how == "repeat":
-            holder.insert(key, copy.deepcopy(old))
+            holder.insert(key, copied(old))
         else:
             other = dice.randrange(len(holder))
             holder[key], holder[other] = holder[other], holder[key]
@@ -100,7 +104,7 @@ def _change(holder: Any, key: Any, dice: random.Random, alike: list[str]) -> boo
 
 def signed(document: dict[str, Any]) -> dict[str, Any]:
     """Return a copy whose decisions and fingerprint match the rest."""
-    changed = copy.deepcopy(document)
+    changed = copied(document)
     for region in changed["regions"]:
         again = Counter(action["op"] for group in region["insertions"]
                         for action in group["actions"] if action.get("kind") == "run")

@@ -248,6 +248,29 @@ class LanguageModel(nn.Module):
         return self.head(x)
 
 
+class CausalModel(LanguageModel):
+    """Called as the models of transformers, which take longer to trace."""
+
+    def __init__(self, layers: int, width: int, vocab: int, **options: Any) -> None:
+        from transformers.modeling_outputs import CausalLMOutput
+
+        super().__init__(layers, width, vocab, **options)
+        self.output = CausalLMOutput
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Any:
+        logits = super().forward(input_ids)
+        loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+        return self.output(loss=loss, logits=logits)
+
+
+def causal_model(layers: int = 2, batch: int = 2, seq: int = 32, width: int = 64,
+                 vocab: int = 256, **options: Any) -> Case:
+    torch.manual_seed(0)
+    ids = tokens(batch, seq, vocab)
+    return Case(CausalModel(layers, width, vocab, **options), {"input_ids": ids, "labels": ids},
+                None)
+
+
 def language_model(layers: int = 2, batch: int = 2, seq: int = 32, width: int = 64,
                    vocab: int = 256, **options: Any) -> Case:
     torch.manual_seed(0)

@@ -87,14 +87,6 @@ def test_dropout_accumulation_clipping_evaluation_and_uneven_batches(tmp_path, c
 
 
 @pytest.mark.slow
-def test_bfloat16(tmp_path):
-    run = partial(train, folder=tmp_path, bf16=True, eval_strategy="no")
-    trial = Trial.of(model, run)
-    trial.check(steps=6)
-    trial.check_near(model, run)
-
-
-@pytest.mark.slow
 def test_label_smoothing_is_a_loss_outside_of_the_model(tmp_path):
     trial = Trial.of(model, partial(train, folder=tmp_path, label_smoothing_factor=0.1))
     trial.check(steps=6)
