@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import planner
-from tests.support.models import BUILDERS, Case, causal_model
+from tests.support.models import BUILDERS, Case
 
 SIZES = {name: {"layers": 1} for name in ("gpt2", "llama", "language_model")}
 
@@ -57,7 +57,7 @@ def test_a_step_without_it_is_refused_in_words():
 
 @pytest.mark.parametrize("dtype", ["autocast", "parameters"])
 def test_a_wrong_gradient_is_seen_below_the_rounding_of_the_dtype(monkeypatch, dtype):
-    case = causal_model(layers=1)
+    case = BUILDERS["llama"](layers=1)
     if dtype == "parameters":
         case = case._replace(model=case.model.bfloat16())
     plan = planned(case, autocast="bf16" if dtype == "autocast" else None)
@@ -83,7 +83,7 @@ def test_a_wrong_gradient_is_seen_below_the_rounding_of_the_dtype(monkeypatch, d
 @pytest.mark.slow
 def test_rounding_of_inductors_kernels_is_what_the_tolerance_allows():
     case = BUILDERS["language_model"](layers=1)
-    plan = planned(case, autocast="bf16", backend="inductor", budget="90%")
+    plan = planned(case, autocast="bf16", backend="inductor", budget="95%")
     found = verified(case, plan)
     assert found.ok and found.tolerance < 0.01, str(found)
     assert not dataclasses.replace(found, max_gradient_error=2.1 * found.tolerance).ok

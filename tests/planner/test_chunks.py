@@ -30,7 +30,7 @@ from tests.support.loss_head import (
     gradients,
     peak_of,
 )
-from tests.support.models import gpt2, llama
+from tests.support.models import causal_model, gpt2, llama
 from tests.support.training import apply_schedule, random_schedule
 
 
@@ -91,7 +91,7 @@ def test_logits_that_are_dropped_are_not_made():
 
 @pytest.mark.parametrize("is_read", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_logits_behind_blocks_are_not_made_unless_other_code_reads_them(is_read):
-    case = llama(layers=1, seq=64, vocab=1000)
+    case = causal_model(seq=64, vocab=4000)
     model = Behind(case.model) if is_read else case.model
     refusals = {}
     for output in ("dropped",) if is_read else ("held", "dropped"):
@@ -99,7 +99,7 @@ def test_logits_behind_blocks_are_not_made_unless_other_code_reads_them(is_read)
             planner.plan(model, case.kwargs, budget=1, hold_output=output == "held", allow=ALLOW,
                          regions="blocks")
         refusals[output] = refused.value.minimum_bytes
-    logits_bytes = 4 * case.kwargs["input_ids"].numel() * 1000
+    logits_bytes = 4 * case.kwargs["input_ids"].numel() * 4000
     plan = planner.plan(model, case.kwargs, budget=refusals["dropped"], hold_output=False,
                         allow=ALLOW, regions="blocks")
     plain, planned = copy.deepcopy(model), plan.apply(copy.deepcopy(model))

@@ -145,7 +145,7 @@ def test_the_plan_says_what_it_counts_on(tmp_path):
 @pytest.mark.slow
 def test_a_plan_by_blocks_says_it_where_no_region_lets_go_of_it():
     case = causal_model(vocab=1024, dropout=0.1)
-    plan = planner.plan(case.model, case.inputs, regions="blocks", hold_output=False, budget="80%",
+    plan = planner.plan(case.model, case.inputs, regions="blocks", hold_output=False, budget="85%",
                         time_limit=1)
     assert not plan.spec.holds_output
     assert planner.verify(case.model, plan, case.inputs).peak_bytes == plan.peak_bytes

@@ -258,7 +258,10 @@ class CausalModel(LanguageModel):
         self.output = CausalLMOutput
 
     def forward(self, input_ids: Tensor, labels: Tensor) -> Any:
-        logits = super().forward(input_ids)
+        x = self.embedding(input_ids)
+        for block in self.blocks:
+            x = block(x)
+        logits = self.head(x)
         loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten())
         return self.output(loss=loss, logits=logits)
 
