@@ -213,7 +213,9 @@ class PlanningForward(ObservingForward):
         """Run the step under a plan that serves it; returns that graph, and the output.  `known`:
         the graph that has served such a call."""
         named = self._named_sizes(args, kwargs)
-        symbolic = None if self.settings.on_new == "refuse" or self._early else (
+        is_apart = self.settings.on_new != "refuse" and not named and self._symbolic.keeps_apart(
+            call, self.graphs, present.graphs)
+        symbolic = None if self.settings.on_new == "refuse" or self._early or is_apart else (
             self._symbolic.graph_for(call, self.graphs, at_once=bool(named)))
         if symbolic is not None and (found := self._symbolic_step(
                 symbolic, call, named, present, args, kwargs)):
@@ -227,7 +229,7 @@ class PlanningForward(ObservingForward):
             self._has_other_loss = True
             self.graphs.clear()
         for graph in sorted(self.graphs, key=lambda graph: graph is not known):
-            if not graph.may_serve(call):
+            if not graph.may_serve(call) or (is_apart and graph.call != call):
                 continue
             refusal = "" if graph.planner else other_ranks(graph.plan.parallel, self.__self__)
             if refusal:

@@ -292,6 +292,11 @@ class Present:
         calls = Counter(call.graph for call in _pending if call is not running)
         return cls(frozenset(calls.items()), has_gradients, gradient_bytes)
 
+    @property
+    def graphs(self) -> set[PlannedGraph]:
+        """The graphs with pending calls."""
+        return {found for each, _ in self.pending if (found := each()) is not None}
+
     def outside(self, graph: PlannedGraph) -> Moment:
         """The memory present outside a call of `graph`."""
         pending, others_bytes, plain_bytes = 0, self.gradient_bytes, self.gradient_bytes

@@ -14,7 +14,7 @@ ones; where that is too much, and for larger sizes, it is measured for each op a
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -37,6 +37,8 @@ log = logging.getLogger("planner")
 
 _MOST_FIXED = 256
 """Remembered calls that need a graph with fixed sizes."""
+_MOST_APART = 2
+"""Graphs with fixed sizes for calls of other sizes that keep memory at the same time."""
 _MOST_FAILURES = 2
 """Attempts at a symbolic capture; torch fixes a size that equals one of the model's."""
 
@@ -214,6 +216,15 @@ class SymbolicGraphs:
                 return None
             self._by_call[kind] = SymbolicGraph(found, self._module, self._inner)
         return self._by_call[kind]
+
+    def keeps_apart(self, call: Call, graphs: Sequence[PlannedGraph],
+                    pending: Collection[PlannedGraph]) -> bool:
+        """True if a call is to have a graph with fixed sizes, as a call of other sizes keeps memory
+        beside it: a graph with symbolic sizes counts both at the largest."""
+        kind = call.without_sizes
+        alike = [graph for graph in graphs if graph.call and graph.call.without_sizes == kind]
+        return (kind not in self._by_call and len(alike) < _MOST_APART
+                and any(graph in pending and graph.call != call for graph in alike))
 
     def give_up(self, graph: SymbolicGraph, call: Call, reason: BaseException) -> None:
         """Note that this call, or where no call has run, all like it, takes a graph with fixed
