@@ -78,6 +78,11 @@ class Timeline:
         return [(position, action) for position, action in enumerate(self.schedule)
                 if isinstance(action, int)]
 
+    @property
+    def first_runs(self) -> dict[int, int]:
+        """Position of the first run of each op."""
+        return {index: position for position, index in reversed(self.runs)}
+
     def op_at(self, position: int) -> int:
         """The op that runs at a position, or next after it."""
         return next((action for action in self.schedule[position:] if isinstance(action, int)),

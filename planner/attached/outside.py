@@ -154,9 +154,7 @@ def _saved_and_ahead(variant: Variant, schedule: Schedule, loss: ObservedLoss | 
                      ) -> tuple[int, int]:
     """The saved bytes, and the peak of the backward minus the peak before it."""
     timeline = unroll(variant.problem, schedule)
-    graph, first = variant.graph, dict[int, int]()
-    for position, index in timeline.runs:
-        first.setdefault(index, position)
+    graph, first = variant.graph, timeline.first_runs
     end = max((position for index, position in first.items()
                if graph.ops[index].phase is Phase.FORWARD), default=-1)
     begin = first[graph.index_of[LOSS_BACKWARD]]

@@ -132,12 +132,7 @@ def _replay_states(graph: TrainingGraph, timeline: Timeline
                    ) -> Iterator[tuple[TrainingOp, int, int]]:
     """Ops that run again and need state of their first run, with the positions of the first and the
     last run."""
-    first: dict[int, int] = {}
-    last: dict[int, int] = {}
-    for when, index in timeline.runs:
-        if graph.ops[index].replay_state_bytes:
-            first.setdefault(index, when)
-            last[index] = when
-    for index, begin in first.items():
-        if begin < last[index]:
+    last = {index: position for position, index in timeline.runs}
+    for index, begin in timeline.first_runs.items():
+        if graph.ops[index].replay_state_bytes and begin < last[index]:
             yield graph.ops[index], begin, last[index]
