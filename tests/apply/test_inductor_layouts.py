@@ -96,5 +96,5 @@ def of_blocks():
 @pytest.mark.slow
 def test_a_plan_for_such_blocks_is_as_predicted(of_blocks):
     default = plan_within(of_blocks, None, EFFORT)
-    plan = plan_within(of_blocks, budget_at(of_blocks, default, 0.5), EFFORT)
+    plan = plan_within(of_blocks, budget_at(of_blocks, default, 0.75), EFFORT)
     check_as_predicted(plan, channels_in_the_last_dimension)
