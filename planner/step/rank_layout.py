@@ -251,13 +251,16 @@ def regions_of_rank(model: nn.Module, parallel: DataParallel,
 
     The default is the repeated blocks, if any: a single graph would deliver all gradients at its
     end, leaving no computation to overlap with communication, and units are gathered and released
-    between regions.  Raises `ValueError` for a unit inside a region.
+    between regions.  Without such blocks it is the units that contain modules.  Raises `ValueError`
+    for a unit inside a region.
     """
-    chosen = regions or (REPEATED_BLOCKS if has_repeated_blocks(model) else WHOLE_MODEL)
-    if parallel.is_replicated:
-        return chosen
+    units = [] if parallel.is_replicated else [
+        name for names in unit_names(model, parallel.units) for name in names]
+    chosen = regions or (REPEATED_BLOCKS if has_repeated_blocks(model) else tuple(
+        unit for unit in units if unit and any(model.get_submodule(unit).children())))
+    chosen = chosen or WHOLE_MODEL
     blocks = find_blocks(model, chosen) or ("",)
-    for unit in (name for names in unit_names(model, parallel.units) for name in names):
+    for unit in units:
         inside = next((block for block in blocks if unit.startswith(f"{block}." if block else "")
                        and unit != block), None)
         if inside == "":

@@ -168,6 +168,16 @@ def test_units_and_blocks_that_do_not_go_together(case):
     assert whole.spec.blocks == () and whole.peak_bytes <= whole.budget_bytes
 
 
+def test_without_repeated_blocks_units_are_compiled():
+    case = causal_model(layers=1, batch=4)
+    parallel = planner.DataParallel("fsdp2", 2, units=("blocks.0", "embedding"))
+    plan = plan_of(case, parallel, "90%")
+    assert plan.spec.blocks == ("blocks.0",)
+    loop = planner.data_parallel(case.model, case.inputs, parallel=parallel, optimizer="adamw",
+                                 plan=plan)
+    assert loop.peak_bytes == plan.peak_bytes <= plan.budget_bytes
+
+
 @pytest.mark.parametrize(("settings", "message"), [
     ({"param_dtype": "bf32"}, "param_dtype must be one of bf16"),
     ({"kind": "ddp", "param_dtype": "bf16"}, "settings of fsdp2"),

@@ -23,7 +23,7 @@ def model(*, tied: bool) -> nn.Module:
 
     torch.manual_seed(0)
     return LlamaForCausalLM(LlamaConfig(
-        hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4,
         num_key_value_heads=2, vocab_size=VOCAB, max_position_embeddings=LENGTH,
         tie_word_embeddings=tied, use_cache=False)).train()
 
