@@ -51,7 +51,7 @@ class Noting(transformers.Trainer):
 def model() -> nn.Module:
     torch.manual_seed(0)
     return transformers.LlamaForCausalLM(transformers.LlamaConfig(
-        hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
+        hidden_size=64, intermediate_size=128, num_hidden_layers=1, num_attention_heads=4,
         num_key_value_heads=4, vocab_size=256, max_position_embeddings=64))
 
 
