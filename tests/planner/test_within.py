@@ -156,7 +156,10 @@ def test_gradients_of_earlier_micro_steps_count(given):
     assert found == losses
     assert max(measured) <= budget
     assert plans_of(net).graphs[0].known.accumulates
-    assert abs(planner.plan_of(net).baseline_peak_bytes - max(peaks)) < 64
+    plan = planner.plan_of(net)
+    # Batches of watched steps count, as the loop keeps them; the load decides how many these are.
+    kept_bytes = plan.memory.inputs - batches[0][0].nbytes
+    assert abs(plan.baseline_peak_bytes - kept_bytes - max(peaks)) < 64
 
 
 @pytest.mark.slow
