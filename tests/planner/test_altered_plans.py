@@ -33,7 +33,7 @@ from planner.step.variant import Variant
 from tests.support.altered_plans import altered, forged, signed
 from tests.support.compiler import needs_compiler
 from tests.support.loss_head import Head, batch
-from tests.support.models import Case, gpt2
+from tests.support.models import Case, causal_model
 from tests.support.offloading import with_link
 from tests.support.training import (
     EFFORT,
@@ -70,7 +70,7 @@ def case_of(kind: str) -> Case:
     if kind == "chunks":
         return Case(Head("mean"), batch(), None)
     if kind in ("blocks", "ranks"):
-        return gpt2(layers=2, batch=2, seq=16, width=32)
+        return causal_model(seq=16, width=32, dropout=0.1)
     model = Broken() if kind == "regions" else layers(3)
     return Case(model, (torch.randn(128, 16),), square)
 
