@@ -213,9 +213,10 @@ class PlanningForward(ObservingForward):
         """Run the step under a plan that serves it; returns that graph, and the output.  `known`:
         the graph that has served such a call."""
         named = self._named_sizes(args, kwargs)
-        is_apart = self.settings.on_new != "refuse" and not named and self._symbolic.keeps_apart(
+        may_vary = self.settings.on_new != "refuse" and not self._early
+        is_apart = may_vary and not named and self._symbolic.keeps_apart(
             call, self.graphs, present.graphs)
-        symbolic = None if self.settings.on_new == "refuse" or self._early or is_apart else (
+        symbolic = None if not may_vary or is_apart else (
             self._symbolic.graph_for(call, self.graphs, at_once=bool(named)))
         if symbolic is not None and (found := self._symbolic_step(
                 symbolic, call, named, present, args, kwargs)):

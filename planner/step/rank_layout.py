@@ -256,9 +256,9 @@ def regions_of_rank(model: nn.Module, parallel: DataParallel,
     """
     units = [] if parallel.is_replicated else [
         name for names in unit_names(model, parallel.units) for name in names]
-    chosen = regions or (REPEATED_BLOCKS if has_repeated_blocks(model) else tuple(
-        unit for unit in units if unit and any(model.get_submodule(unit).children())))
-    chosen = chosen or WHOLE_MODEL
+    default = REPEATED_BLOCKS if has_repeated_blocks(model) else tuple(
+        unit for unit in units if unit and any(model.get_submodule(unit).children()))
+    chosen = regions or default or WHOLE_MODEL
     blocks = find_blocks(model, chosen) or ("",)
     for unit in units:
         inside = next((block for block in blocks if unit.startswith(f"{block}." if block else "")

@@ -292,7 +292,8 @@ def test_an_op_that_ends_its_process_is_assumed_and_others_are_still_measured(pr
 
 
 def test_what_runs_in_a_child_is_what_runs_here():
-    from planner._graph_capture.op_costs.isolated import IsolatedProbe
+    from planner._graph_capture.joint_graph.low_peak_backward import REALIZED_COPY
+    from planner._graph_capture.op_costs.isolated import IsolatedProbe, is_trusted
 
     child, here = IsolatedProbe(torch.device("cpu")), OpProbe("cpu", directory=None)
     x, weight = torch.randn(4, 8, 12, 12), torch.randn(16, 8, 3, 3)
@@ -301,6 +302,13 @@ def test_what_runs_in_a_child_is_what_runs_here():
         expected = here.measure_here(target, args, {}, "workspace")
         assert child.measure(target, args, {}, "workspace") == expected is not None
     assert child.measure(aten.sort.default, (x,), {}, "seconds") > 0
+    process = child._child
+    library = torch.library.Library("tests_of_one_process", "DEF")
+    library.define("doubled(Tensor x) -> Tensor")
+    unknown = torch.ops.tests_of_one_process.doubled.default
+    assert child.measure(unknown, (x,), {}, "workspace") is None
+    assert child._child is process is not None
+    assert is_trusted(REALIZED_COPY)
 
 
 def test_what_the_budget_has_no_room_for_is_measured_elsewhere(tmp_path):
