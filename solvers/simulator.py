@@ -83,6 +83,11 @@ class Timeline:
         """Position of the first run of each op."""
         return {index: position for position, index in reversed(self.runs)}
 
+    @property
+    def last_runs(self) -> dict[int, int]:
+        """Position of the last run of each op."""
+        return {index: position for position, index in self.runs}
+
     def op_at(self, position: int) -> int:
         """The op that runs at a position, or next after it."""
         return next((action for action in self.schedule[position:] if isinstance(action, int)),

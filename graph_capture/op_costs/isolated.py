@@ -40,7 +40,8 @@ _TRUSTED = frozenset({
     "_scaled_dot_product_flash_attention_backward",
     "_scaled_dot_product_flash_attention_for_cpu",
     "_scaled_dot_product_flash_attention_for_cpu_backward", "_softmax_backward_data",
-    "bernoulli", "bernoulli_", "binary_cross_entropy", "binary_cross_entropy_backward", "dot",
+    "bernoulli", "bernoulli_", "binary_cross_entropy", "binary_cross_entropy_backward",
+    "checkpoint_planner::realized_copy", "dot",
     "fill", "index_add", "index_add_", "index_put_", "linear", "masked_fill_", "mse_loss",
     "mse_loss_backward", "mv", "native_batch_norm", "native_batch_norm_backward",
     "nll_loss2d_backward", "nll_loss2d_forward", "nll_loss_backward", "nll_loss_forward",
@@ -55,12 +56,9 @@ _TRUSTED_PREFIXES = ("_foreach_", "_fused_ada", "_fused_sgd")
 
 def is_trusted(target: OpOverload) -> bool:
     """True if an op checks its operands, and may run in this process on dummy inputs."""
-    if target.namespace == "checkpoint_planner":  # made of such ops; another process has none
-        return True
     name = aten_name(target)
-    return target.namespace in ("aten", "prims") and (
-            not _TRUSTED_TAGS.isdisjoint(target.tags) or name in _TRUSTED
-            or name.startswith(_TRUSTED_PREFIXES))
+    return name in _TRUSTED or (target.namespace in ("aten", "prims") and (
+        not _TRUSTED_TAGS.isdisjoint(target.tags) or name.startswith(_TRUSTED_PREFIXES)))
 
 
 def isolated_probe(device: torch.device) -> IsolatedProbe:

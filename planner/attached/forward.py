@@ -214,8 +214,9 @@ class PlanningForward(ObservingForward):
         the graph that has served such a call."""
         named = self._named_sizes(args, kwargs)
         may_vary = self.settings.on_new != "refuse" and not self._early
-        is_apart = may_vary and not named and self._symbolic.keeps_apart(
-            call, self.graphs, present.graphs)
+        pending = present.graphs
+        is_apart = bool(pending) and may_vary and not named and self._symbolic.keeps_apart(
+            call, self.graphs, pending)
         symbolic = None if not may_vary or is_apart else (
             self._symbolic.graph_for(call, self.graphs, at_once=bool(named)))
         if symbolic is not None and (found := self._symbolic_step(

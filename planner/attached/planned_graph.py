@@ -185,11 +185,9 @@ class PlannedGraph:
         if present in self.moments:
             return False
         self.moments[present] = set()
-        for each, _ in present.pending:
-            found = each()
-            if found is not None and found is not self:
-                self.companions.add(found)
-                found.companions.add(self)
+        for found in present.graphs - {self}:
+            self.companions.add(found)
+            found.companions.add(self)
         return True
 
     def compare(self, others: Iterable[PlannedGraph]) -> bool:

@@ -4,7 +4,8 @@ The model of the world: where a call differs from a planned one in the sizes of 
 the model is traced once more, with symbols for the sizes that differ.  From then on calls of other
 sizes take no tracing.  A schedule is planned for the largest sizes met so far; for others its peak
 is evaluated, by the project's simulator on the same problem with other numbers.  Where it does not
-fit, a schedule is planned for those sizes on the same graph, and both are kept.
+fit, a schedule is planned for those sizes on the same graph, and both are kept.  Of two calls of
+other sizes that keep memory at once, the second is captured with its own sizes.
 
 What a kernel takes for itself at smaller sizes is at first bounded by what it takes at the planned
 ones; where that is too much, and for larger sizes, it is measured for each op and shape, once

@@ -132,7 +132,7 @@ def _replay_states(graph: TrainingGraph, timeline: Timeline
                    ) -> Iterator[tuple[TrainingOp, int, int]]:
     """Ops that run again and need state of their first run, with the positions of the first and the
     last run."""
-    last = {index: position for position, index in timeline.runs}
+    last = timeline.last_runs
     for index, begin in timeline.first_runs.items():
         if graph.ops[index].replay_state_bytes and begin < last[index]:
             yield graph.ops[index], begin, last[index]

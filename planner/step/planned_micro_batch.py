@@ -49,8 +49,7 @@ class _Planned:
 
     def run(self) -> MicroBatch:
         graph, schedule = self.graph, self.timeline.schedule
-        last_of = {index: position for position, index in self.timeline.runs}
-        first_of = self.timeline.first_runs
+        first_of, last_of = self.timeline.first_runs, self.timeline.last_runs
         self._place_instances(first_of)
         loss_begins = 1 + max((first_of[i] for i, op in enumerate(graph.ops)
                                if op.phase is Phase.FORWARD), default=-1)

@@ -259,6 +259,8 @@ def regions_of_rank(model: nn.Module, parallel: DataParallel,
     default = REPEATED_BLOCKS if has_repeated_blocks(model) else tuple(
         unit for unit in units if unit and any(model.get_submodule(unit).children()))
     chosen = regions or default or WHOLE_MODEL
+    if not units:
+        return chosen
     blocks = find_blocks(model, chosen) or ("",)
     for unit in units:
         inside = next((block for block in blocks if unit.startswith(f"{block}." if block else "")

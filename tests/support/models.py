@@ -251,13 +251,14 @@ class LanguageModel(nn.Module):
 class CausalModel(LanguageModel):
     """Called as the models of transformers, which take longer to trace."""
 
-    def __init__(self, layers: int, width: int, vocab: int, **options: Any) -> None:
+    def __init__(self, layers: int, width: int, vocab: int, *, dropout: float = 0.0) -> None:
         from transformers.modeling_outputs import CausalLMOutput
 
-        super().__init__(layers, width, vocab, **options)
+        super().__init__(layers, width, vocab, dropout=dropout)
         self.output = CausalLMOutput
 
     def forward(self, input_ids: Tensor, labels: Tensor) -> Any:
+        # In one frame, as in transformers: by blocks, head and loss are then one region.
         x = self.embedding(input_ids)
         for block in self.blocks:
             x = block(x)
@@ -267,11 +268,11 @@ class CausalModel(LanguageModel):
 
 
 def causal_model(layers: int = 2, batch: int = 2, seq: int = 32, width: int = 64,
-                 vocab: int = 256, **options: Any) -> Case:
+                 vocab: int = 256, *, dropout: float = 0.0) -> Case:
     torch.manual_seed(0)
     ids = tokens(batch, seq, vocab)
-    return Case(CausalModel(layers, width, vocab, **options), {"input_ids": ids, "labels": ids},
-                None)
+    model = CausalModel(layers, width, vocab, dropout=dropout)
+    return Case(model, {"input_ids": ids, "labels": ids}, None)
 
 
 def language_model(layers: int = 2, batch: int = 2, seq: int = 32, width: int = 64,
