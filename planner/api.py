@@ -25,7 +25,7 @@ from planner._graph_capture.module_forward import own_forward
 from planner._graph_capture.op_costs.headroom import ProbeHeadroom
 from planner._graph_capture.optimizer.in_backward import EarlyGradients
 from planner._graph_capture.plain_step.loss import LossFn
-from planner.arguments.budget import parse_budget
+from planner.arguments.budget import Budget, parse_budget
 from planner.arguments.inputs import describe_inputs, named_dimensions, split_inputs
 from planner.arguments.planning import (
     MOST_CHUNKS,
@@ -139,8 +139,15 @@ def plan(model: nn.Module, inputs: object = None, *, budget_gb: float | None = N
         CaptureError: the step cannot be captured.
         TypeError, ValueError: an argument is invalid by itself.
     """
-    limit = parse_budget(budget_gb, budget)
-    planning = Planning.of(plan, arguments)
+    return plan_step(model, inputs, parse_budget(budget_gb, budget), Planning.of(plan, arguments),
+                     progress)
+
+
+def plan_step(model: nn.Module, inputs: object, limit: Budget | None, planning: Planning,
+              progress: Progress | None = None, *,
+              on_refusal: Callable[[InfeasibleBudget], object] | None = None) -> Plan:
+    """Like `plan`, with checked arguments.  With `on_refusal`, a budget that cannot be met is given
+    to it, and the plan is that of the smallest budget."""
     started = time.monotonic()
     with watched(progress, f"planning a training step of {_kind(model)}") as report:
         step, planning, lowered = _captured(model, inputs, planning, report)
@@ -151,18 +158,29 @@ def plan(model: nn.Module, inputs: object = None, *, budget_gb: float | None = N
                         work_limit=time_limit, is_thorough=time_limit > USUAL_TIME_LIMIT,
                         progress=report)
         limit_bytes = None if limit is None else limit.resolve(prepared.plain_bytes)
-        with told_in_percent(limit, prepared.plain_bytes):
-            try:
-                made = agreed(lambda: plan_within(prepared, limit_bytes, effort), prepared,
-                              limit_bytes, effort) if prepared.parallel is not None else (
-                                  plan_within(prepared, limit_bytes, effort))
-            except InfeasibleBudget as refusal:
-                if prepared.parallel is not None:
-                    raise
-                raise with_alternatives(
-                    refusal, planning, prepared, lambda wider: lowered(replace(
-                        step, variants=(step.variants[0], *step.chunked(MOST_CHUNKS))), wider),
-                ) from None
+
+        def within(limit_bytes: int | None) -> Plan:
+            if prepared.parallel is None:
+                return plan_within(prepared, limit_bytes, effort)
+            return agreed(lambda: plan_within(prepared, limit_bytes, effort), prepared,
+                          limit_bytes, effort)
+
+        try:
+            with told_in_percent(limit, prepared.plain_bytes):
+                try:
+                    made = within(limit_bytes)
+                except InfeasibleBudget as refusal:
+                    if prepared.parallel is not None or on_refusal is not None:
+                        raise
+                    raise with_alternatives(
+                        refusal, planning, prepared, lambda wider: lowered(replace(
+                            step, variants=(step.variants[0], *step.chunked(MOST_CHUNKS))), wider),
+                    ) from None
+        except InfeasibleBudget as refusal:
+            if on_refusal is None:
+                raise
+            on_refusal(refusal)
+            made = within(refusal.minimum_bytes)
         report.conclude(f": {summarize(made)}")
         return made
 

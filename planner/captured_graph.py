@@ -28,8 +28,9 @@ from torch import fx, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from planner._graph_capture.foreign_calls import foreign_call
-from planner.api import plan
-from planner.arguments.planning import PlanArguments
+from planner.api import plan, plan_step
+from planner.arguments.budget import parse_budget
+from planner.arguments.planning import PlanArguments, Planning
 from planner.errors import InfeasibleBudget, PlanMismatch
 from planner.plans.plan import Plan
 from planner.reporters.one_line import summarize
@@ -117,22 +118,22 @@ class PlannedGraph:
 
     def _plan(self, region: Any, inputs: tuple[Any, ...], earlier: Sequence[Plan]) -> Plan:
         options = self._options
-        limit: dict[str, Any] = {"budget_gb": options.budget_gb, "budget": options.budget}
+        limit = parse_budget(options.budget_gb, options.budget)
         # A percentage is of the first planned step.
-        if earlier and options.budget is not None and not options.takes_least:
-            limit["budget"] = earlier[0].budget_bytes
-        arguments: PlanArguments = {**options.arguments, "loss_fn": _loss_among(self._module),
-                                    "backend": "inductor" if options.inductor else "eager"}
-        log.info("planning a captured graph of %d nodes", len(self._module.graph.nodes))
-        try:
-            made = plan(region, inputs, **limit, **arguments)
-        except InfeasibleBudget as refusal:
-            if not (earlier or options.takes_least):
-                raise
+        if earlier and limit is not None and not options.takes_least:
+            limit = parse_budget(None, earlier[0].budget_bytes)
+        planning = Planning.of(plan, {
+            **options.arguments, "loss_fn": _loss_among(self._module),
+            "backend": "inductor" if options.inductor else "eager"})
+
+        def note(refusal: InfeasibleBudget) -> None:
             if not options.takes_least:
                 log.warning("a step with inputs of other shapes does not fit in the budget, and "
                             "runs under the schedule that takes least: %s", refusal)
-            made = plan(region, inputs, budget=refusal.minimum_bytes, **arguments)
+
+        log.info("planning a captured graph of %d nodes", len(self._module.graph.nodes))
+        made = plan_step(region, inputs, limit, planning,
+                         on_refusal=note if earlier or options.takes_least else None)
         log.info("%s", summarize(made))
         return made
 
