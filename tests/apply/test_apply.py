@@ -65,7 +65,8 @@ def test_a_planned_step_gives_the_same_numbers_within_its_budget(name, share):
     assert owner.plan_at(None).peak_bytes <= 1.001 * plan.baseline_peak_bytes
 
 
-@pytest.mark.parametrize("name", ["dropout_everywhere", "resnet"])
+@pytest.mark.parametrize("name", [
+    "resnet", pytest.param("dropout_everywhere", marks=pytest.mark.slow)])
 def test_overhead_does_not_rise_with_the_budget(name):
     owner = subject(name)
     overheads = [owner.plan_at(share).overhead for share in (0.0, 0.4, 0.6, 0.8, None)]

@@ -80,7 +80,7 @@ def both(kinds: Iterable[str], quick: Collection[str]) -> pytest.MarkDecorator:
         for kind in kinds for regions in ("model", "blocks")])
 
 
-@both(COPIES, quick=("deepcopy", "saved"))
+@both(COPIES, quick=("saved",))
 def test_copies_keep_the_plan(case, plan, by_blocks, kind, regions):
     used = plan if regions == "model" else by_blocks
     applied = used.apply(case.model)
@@ -102,7 +102,7 @@ CALLS = {"forward": lambda model: model.forward, "compiled around": wrapped_by_c
          "compiled": lambda model: torch.compile(model, backend="eager"), "held": Outer}
 
 
-@both(CALLS, quick=("compiled around",))
+@both(CALLS, quick=())
 def test_every_way_to_call_runs_the_plan(case, plan, by_blocks, kind, regions):
     used = plan if regions == "model" else by_blocks
     applied = used.apply(case.model)
@@ -157,7 +157,9 @@ def rebind(model: nn.Module) -> nn.Module:
 
 
 @pytest.mark.parametrize("regions", ["model", "blocks"])
-@pytest.mark.parametrize("order", ["wrapped first", "applied first", "planned wrapped"])
+@pytest.mark.parametrize("order", [
+    *(pytest.param(order, marks=pytest.mark.slow) for order in ("wrapped first", "applied first")),
+    "planned wrapped"])
 def test_a_rebound_forward_keeps_the_plan(regions, order):
     mine = language_model(layers=2)
     if order == "planned wrapped":
@@ -222,6 +224,7 @@ def test_blocks_that_are_not_called_are_missed(case, by_blocks):
 # ------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_recipe_that_serves_is_taken_and_others_are_asked_for_once():
     mine = language_model(layers=1, batch=3)
     asked: list[int] = []

@@ -83,6 +83,7 @@ class BrokenLoop(nn.Module):
         return x.square().mean()
 
 
+@pytest.mark.slow
 def test_a_graph_break_in_a_loop_is_planned_by_blocks():
     torch.manual_seed(0)
     case = Case(BrokenLoop(), (torch.randn(256, 64),), None)
@@ -221,6 +222,7 @@ class DropsFirst(nn.Module):
         return x.square().mean()
 
 
+@pytest.mark.slow
 def test_a_step_that_a_plan_turns_out_not_to_serve_begins_anew():
     torch.manual_seed(0)
     model = DropsFirst()

@@ -58,6 +58,7 @@ def check_as_predicted(plan, make_model):
         torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-3, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_a_plan_within_a_budget_is_as_predicted(prepared, tight):
     assert tight.spec.low_memory_codegen and tight.overhead > 0
     check_as_predicted(tight, convolutions)

@@ -68,6 +68,7 @@ def test_repeated_measurements_agree():
     assert len({record_peak(lambda: layer(x).relu(), "cpu") for _ in range(5)}) == 1
 
 
+@pytest.mark.slow
 def test_quiet():
     """In a process of its own: the profiler's library takes its log level at its first use."""
     code = ("import torch; from planner._graph_capture.memory.allocator import record_peak;"

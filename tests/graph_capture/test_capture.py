@@ -171,7 +171,8 @@ def two_regions(skip: bool) -> Case:
     return Case(TwoRegions(skip), (torch.randn(2, 8, 16),), lambda out: out.square().mean())
 
 
-@pytest.mark.parametrize("skip", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("skip", [False, True])
 def test_regions_are_captured_in_order_and_applied_together(skip):
     case = two_regions(skip)
     step = captured(case)
@@ -209,6 +210,7 @@ class PartsOfBlocks(nn.Module):
         return block.drop(block.down(torch.tanh(block.up(x))))
 
 
+@pytest.mark.slow
 def test_where_a_capture_by_blocks_fails_the_whole_one_serves():
     torch.manual_seed(0)
     case = Case(PartsOfBlocks(), (torch.randn(2, 8, 16),), lambda out: out.square().mean())

@@ -18,6 +18,7 @@ def plans() -> dict[str, planner.Plan]:
             for cost_model in ("roofline", "flops")}
 
 
+@pytest.mark.slow
 def test_least_flops_recomputes_no_more_of_them_than_least_time(plans):
     assert 0 < plans["flops"].recompute_flops <= plans["roofline"].recompute_flops
 

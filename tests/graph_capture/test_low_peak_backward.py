@@ -169,6 +169,7 @@ def test_the_cheaper_form_is_taken_and_the_bound_holds_for_both():
         assert result.keep_all_cost == pytest.approx(step.base.problem.keep_all_cost)
 
 
+@pytest.mark.slow
 def test_a_budget_that_no_form_meets_is_refused_with_the_smaller_minimum():
     step = captured(channels_last(unet(image=32)))
     floors = [working_set_floor(variant.problem) for variant in step.variants]

@@ -97,7 +97,9 @@ def test_inputs_without_values_are_taken_for_ones(regions):
             gradients(plan.apply(Asking()), batch(3))
 
 
-@pytest.mark.parametrize(("name", "masked"), [("llama", None), ("llama", (3, 5)), ("gpt2", ())])
+@pytest.mark.parametrize(("name", "masked"), [
+    ("gpt2", ()), *(pytest.param("llama", masked, marks=pytest.mark.slow)
+                    for masked in (None, (3, 5)))])
 def test_losses_and_gradients_are_those_of_the_plain_step(name, masked):
     case = BUILDERS[name](layers=2)
     inputs = dict(case.inputs)

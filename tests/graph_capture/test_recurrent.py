@@ -29,7 +29,7 @@ class Recurrent(nn.Module):
 @pytest.mark.parametrize(("kind", "options"), [
     pytest.param("GRU", {"bidirectional": True}, marks=pytest.mark.slow),
     ("RNN", {"batch_first": True, "bias": False, "nonlinearity": "relu"}),
-    ("LSTM", {"batch_first": True, "bidirectional": True}),
+    pytest.param("LSTM", {"batch_first": True, "bidirectional": True}, marks=pytest.mark.slow),
 ])
 def test_dropout_between_layers_is_that_of_the_plain_step(kind, options):
     torch.manual_seed(0)
@@ -43,6 +43,7 @@ def test_dropout_between_layers_is_that_of_the_plain_step(kind, options):
     assert measured_peak(model, case) <= plan.peak_bytes - plan.resident_bytes
 
 
+@pytest.mark.slow
 def test_an_lstm_whose_input_needs_no_gradient_is_trained():
     torch.manual_seed(0)
     model = nn.Sequential(nn.LSTM(8, 12, num_layers=2))
@@ -52,6 +53,7 @@ def test_an_lstm_whose_input_needs_no_gradient_is_trained():
     assert train(plan.apply(case.model), case).distance(plain) <= 1e-6
 
 
+@pytest.mark.slow
 def test_nothing_is_dropped_in_evaluation():
     torch.manual_seed(0)
     case = Case(Recurrent("GRU").eval(), (torch.randn(5, 6, 8),), None)

@@ -14,8 +14,8 @@ pytestmark = [pytest.mark.compat, needs_compiler]
 
 
 @pytest.mark.parametrize("name", [
-    "llama", "unet", "dropout_everywhere",
-    *(pytest.param(name, marks=pytest.mark.slow) for name in ("gpt2", "t5", "many_outputs"))])
+    "dropout_everywhere", *(pytest.param(name, marks=pytest.mark.slow)
+                            for name in ("llama", "unet", "gpt2", "t5", "many_outputs"))])
 def test_it_is_what_crosses_between_its_graphs(name, monkeypatch):
     from torch._functorch.partitioners import min_cut_rematerialization_partition
 

@@ -190,7 +190,7 @@ def load_and_simulate(kind: str, count: int, seed: int) -> Counter[str]:
 QUICK, ALL = 150, 300
 
 
-@pytest.mark.parametrize("kind", ["plain", "chunks"])
+@pytest.mark.parametrize("kind", ["plain", pytest.param("chunks", marks=pytest.mark.slow)])
 def test_changed_files_are_refused_or_harmless(kind):
     found = load_and_simulate(kind, QUICK, 1)
     assert not any(name.isupper() for name in found), found

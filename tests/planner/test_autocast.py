@@ -21,7 +21,8 @@ def verified(case: Case, plan: planner.Plan) -> planner.Verification:
 
 
 @pytest.mark.parametrize(("name", "autocast"), [
-    ("llama", torch.bfloat16), ("language_model", "fp16"), ("unet", "bf16")])
+    ("language_model", "fp16"), *(pytest.param(*row, marks=pytest.mark.slow)
+                                  for row in (("llama", torch.bfloat16), ("unet", "bf16")))])
 def test_the_step_is_planned_and_verified_under_autocast(name, autocast):
     case = BUILDERS[name](**SIZES.get(name, {}))
     free = planned(case, autocast=autocast)
@@ -34,6 +35,7 @@ def test_the_step_is_planned_and_verified_under_autocast(name, autocast):
     assert found.max_gradient_error == found.loss_error == 0
 
 
+@pytest.mark.slow
 def test_autocast_around_the_call_gives_the_same_plan():
     case = BUILDERS["gpt2"](layers=1)
     plan = planned(case, autocast="bf16", budget="90%")
@@ -55,7 +57,8 @@ def test_a_step_without_it_is_refused_in_words():
     assert planner.steps_of(applied).planned == 1
 
 
-@pytest.mark.parametrize("dtype", ["autocast", "parameters"])
+@pytest.mark.parametrize("dtype", [
+    "autocast", pytest.param("parameters", marks=pytest.mark.slow)])
 def test_a_wrong_gradient_is_seen_below_the_rounding_of_the_dtype(monkeypatch, dtype):
     case = BUILDERS["llama"](layers=1)
     if dtype == "parameters":

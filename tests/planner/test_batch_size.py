@@ -32,6 +32,7 @@ def test_the_found_batch_fits_today_and_the_next_does_not(found):
     assert step_of(found.plain_next).baseline_peak_bytes == found.plain_next_peak_bytes > 300_000
 
 
+@pytest.mark.slow
 def test_the_found_batch_fits_with_the_plan_and_the_next_with_none(found):
     assert found.planned > found.plain and found.growth == found.planned / found.plain
     assert found.plan.peak_bytes <= found.plan.budget_bytes == 300_000
@@ -43,7 +44,8 @@ def test_the_found_batch_fits_with_the_plan_and_the_next_with_none(found):
     assert found.planned_next == found.planned + 1
 
 
-@pytest.mark.parametrize("batch", [1, pytest.param(7, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("batch", [1, 7])
 def test_inputs_of_any_batch_stand_for_a_function(found, batch):
     largest = look(inputs=make_inputs(batch), smallest=found.planned, largest=found.planned + 1)
     assert (largest.planned, largest.plan.peak_bytes) == (found.planned, found.plan.peak_bytes)
@@ -83,6 +85,7 @@ def test_the_report(found):
     assert as_dict["plain"]["next_peak_bytes"] == found.plain_next_peak_bytes
 
 
+@pytest.mark.slow
 def test_a_limit_on_extra_time_is_kept(found):
     low, high = found.plain, found.planned
     slower = look(overhead=0.1, smallest=low, largest=low + 40)
@@ -93,6 +96,7 @@ def test_a_limit_on_extra_time_is_kept(found):
     assert caught.value.minimum_bytes > 300_000
 
 
+@pytest.mark.slow
 def test_multiples_and_the_end_of_the_range(found):
     start = found.plain // 8 * 8
     by_eight = look(multiple_of=8, plan=False, smallest=start)
@@ -104,6 +108,7 @@ def test_multiples_and_the_end_of_the_range(found):
     assert "not tried" in str(short)
 
 
+@pytest.mark.slow
 def test_sizes_that_cannot_be_captured_are_passed_over_with_the_reason(found):
     model = Net(refuses=lambda batch: batch % 2 == 1)
     even = look(model, plan=False, smallest=found.plain // 2 * 2 - 2)
@@ -117,6 +122,7 @@ def test_a_model_that_takes_no_batch_is_told():
         look(Net(refuses=lambda batch: True))
 
 
+@pytest.mark.slow
 def test_a_loss_with_labels_is_made_for_each_size():
     def make_loss(batch):
         labels = torch.zeros(batch, dtype=torch.long)
@@ -148,6 +154,7 @@ def test_a_budget_under_the_resident_bytes_names_what_is_needed():
         look(budget=resident - 1, plan=False)
 
 
+@pytest.mark.slow
 def test_a_range_in_which_nothing_fits():
     with pytest.raises(planner.InfeasibleBudget, match="no batch from 5000 on fits"):
         look(smallest=5000, largest=6000)
@@ -196,6 +203,7 @@ def test_the_plan_serves_smaller_batches_without_another_trace(found):
     assert code.compilations == 1
 
 
+@pytest.mark.slow
 def test_a_model_that_fixes_its_batch_is_captured_size_by_size():
     class Fixed(Net):
         def forward(self, inputs):

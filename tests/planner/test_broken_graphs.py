@@ -112,6 +112,7 @@ def test_under_inductor():
     assert planner.plan_of(plain).spec.backend == "inductor"
 
 
+@pytest.mark.slow
 def test_steps_without_gradients_run_as_they_did():
     model = compiled(InTwo().eval(), budget="60%")
     with torch.no_grad():

@@ -48,7 +48,7 @@ class WithoutDropout(Head):
             logits if logits.dtype is torch.float64 else logits.float(), labels)
 
 
-@pytest.mark.parametrize("is_autocast", [False, True])
+@pytest.mark.parametrize("is_autocast", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_gradients_in_bfloat16_are_as_near_to_the_exact_ones(is_autocast):
     plain = WithoutDropout()
     plain = Autocast(plain) if is_autocast else plain.bfloat16()

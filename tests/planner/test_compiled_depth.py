@@ -48,9 +48,8 @@ def spec_saving(prepared, saved, kernel_order=False):
                    kernel_order=kernel_order)
 
 
-@pytest.mark.parametrize(("given_up", "kernel_order"), [
-    (2, False), pytest.param(0, False, marks=pytest.mark.slow),
-    pytest.param(3, True, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("given_up", "kernel_order"), [(2, False), (0, False), (3, True)])
 def test_layers_left_out_are_accounted_for(deep, given_up, kernel_order):
     """`given_up`: how many of the first layers save nothing but what they are made from."""
     variant, breakdown = deep.base, deep.base.compiled
@@ -75,6 +74,7 @@ def test_kernels_sketched_without_their_loops_take_the_same_memory(monkeypatch):
     assert step() == sketched
 
 
+@pytest.mark.slow
 def test_what_is_generated_for_a_try_does_not_grow_with_depth():
     compiled = []
     for layers in (6, 9):
@@ -123,6 +123,7 @@ def test_a_slow_machine_finds_the_same_plan(monkeypatch):
     assert 0 <= calm.overhead_bound <= calm.overhead
 
 
+@pytest.mark.slow
 def test_a_plan_says_that_the_time_limit_cut_the_search_off(deep):
     default = plan_within(deep, None, EFFORT)
     budget = budget_at(deep, default, 0.4)
@@ -133,6 +134,7 @@ def test_a_plan_says_that_the_time_limit_cut_the_search_off(deep):
     assert hasty.status == "feasible"
 
 
+@pytest.mark.slow
 def test_where_the_whole_step_does_not_fit_the_solver_gets_less(deep, monkeypatch):
     default = plan_within(deep, None, EFFORT)
     net = deep.budget.net_bytes(budget_at(deep, default, 0.6))
@@ -151,6 +153,7 @@ def test_where_the_whole_step_does_not_fit_the_solver_gets_less(deep, monkeypatc
     assert found.peak_bytes <= min(net, 0.99 * wholes[0].peak_bytes)
 
 
+@pytest.mark.slow
 def test_a_correction_makes_up_for_what_code_takes_besides(deep, monkeypatch):
     default = plan_within(deep, None, EFFORT)
     net = deep.budget.net_bytes(budget_at(deep, default, 0.6))

@@ -60,7 +60,7 @@ def assert_trains_alike(model: nn.Module, plain: nn.Module, lengths: list[int]) 
     return traced
 
 
-@pytest.mark.parametrize("layers", [3, 6])
+@pytest.mark.parametrize("layers", [3, pytest.param(6, marks=pytest.mark.slow)])
 def test_equal_blocks_are_traced_once_for_all_steps(layers):
     plain = model_of(layers)
     model = planner.within(copy.deepcopy(plain), "80%")
@@ -74,6 +74,7 @@ def test_equal_blocks_are_traced_once_for_all_steps(layers):
     assert planner.status(model).planned_steps == 4
 
 
+@pytest.mark.slow
 def test_layers_that_drop_are_the_same():
     plain = model_of(4, dropout=0.2)
     model = planner.within(copy.deepcopy(plain), "70%")
@@ -81,6 +82,7 @@ def test_layers_that_drop_are_the_same():
     assert planner.status(model).planned_steps == 3
 
 
+@pytest.mark.slow
 def test_a_frozen_block_has_code_of_its_own():
     plain = model_of(4)
     plain.blocks[0].requires_grad_(False)
@@ -110,6 +112,7 @@ def test_the_predicted_peak_is_the_measured_one():
     assert record_peak(step, "cpu").peak_bytes + resident == plan.peak_bytes <= plan.budget_bytes
 
 
+@pytest.mark.slow
 def test_fewer_blocks_and_the_named_whole_are_one_region():
     for model in (planner.within(model_of(2), "95%"),
                   planner.within(model_of(3), "95%", regions="model")):
@@ -117,6 +120,7 @@ def test_fewer_blocks_and_the_named_whole_are_one_region():
         assert not planner.plan_of(model).spec.blocks
 
 
+@pytest.mark.slow
 def test_another_length_takes_the_graph_of_the_whole_model_with_symbolic_sizes():
     plain = model_of(4)
     model = planner.within(copy.deepcopy(plain), "90%")
@@ -146,6 +150,7 @@ def test_a_graph_of_other_outputs_is_not_taken():
     assert planner.status(model).planned_steps == 5
 
 
+@pytest.mark.slow
 def test_where_no_plan_by_blocks_fits_the_model_is_one_region():
     model, inputs = model_of(4), (tokens(4, 16, 64),)
     least = []

@@ -61,8 +61,8 @@ class Convolutions(nn.Module):
 
 @pytest.mark.parametrize(("make", "inputs", "regions"), [
     (make_model, batch(), None),
-    (Convolutions, torch.zeros(4, 8, 16, 16), None),
-    (Convolutions, torch.zeros(4, 8, 16, 16), ("blocks.*",)),
+    *(pytest.param(Convolutions, torch.zeros(4, 8, 16, 16), regions, marks=pytest.mark.slow)
+      for regions in (None, ("blocks.*",))),
 ])
 @needs_compiler
 def test_the_code_of_a_cpu_takes_no_more_than_the_bound(make, inputs, regions):
@@ -124,7 +124,7 @@ def test_compiled_steps_store_results_on_the_host():
     assert not host_store._under_way
 
 
-@pytest.mark.parametrize("ranks", ["one", "ddp"])
+@pytest.mark.parametrize("ranks", ["one", pytest.param("ddp", marks=pytest.mark.slow)])
 def test_planned_for_a_gpu_that_is_not_here(ranks):
     plan = for_h100(ranks, "90%")
     assert plan.backend == "inductor" and plan.peak_bytes <= plan.budget_bytes

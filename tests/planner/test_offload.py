@@ -85,6 +85,7 @@ def test_what_makes_plans_of_its_own_refuses_it():
             call()
 
 
+@pytest.mark.slow
 def test_what_the_user_keeps_and_what_the_caller_holds_stays():
     case = subject("dropout_everywhere").case
     kept = capture(case.model, case.inputs, loss_fn=case.loss_fn, keep=("blocks.*",))

@@ -101,7 +101,7 @@ def test_memory_counts_steps_in_the_backward() -> None:
     assert report.steady["optimizer step"].memory.gradients == 0
 
 
-@pytest.mark.parametrize("kind", OPTIMIZERS)
+@pytest.mark.parametrize("kind", ["sgd", pytest.param("adamw", marks=pytest.mark.slow)])
 def test_within_the_peak_of_the_plain_step(kind: str) -> None:
     plain, ran = hooked(made(), kind)
     limit = planner.memory(made(), batch(), optimizer=kind, optimizer_in_backward=True).peak_bytes
@@ -129,6 +129,7 @@ class Idle(torch.optim.Optimizer):
         pass
 
 
+@pytest.mark.slow
 def test_state_of_hooks_counts_beside_a_given_optimizer() -> None:
     limit = planner.memory(made(), batch(), optimizer="adamw",
                            optimizer_in_backward=True).peak_bytes

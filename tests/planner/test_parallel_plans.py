@@ -71,6 +71,7 @@ def test_what_kernels_of_an_optimizer_allocate_counts_on_ranks():
     assert report.optimizer_step_peak_bytes == rank.optimizer_step_bytes
 
 
+@pytest.mark.slow
 def test_what_a_rank_holds_falls_with_the_ranks(case):
     peaks = [capture(case.model, case.inputs, optimizer="adamw",
                      parallel=planner.DataParallel("fsdp2", ranks)).resident_bytes
@@ -78,7 +79,8 @@ def test_what_a_rank_holds_falls_with_the_ranks(case):
     assert peaks == sorted(peaks, reverse=True) and peaks[0] > 3 * peaks[-1]
 
 
-@pytest.mark.parametrize("kind", ["ddp", pytest.param("fsdp2", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
 def test_a_plan_of_one_device_on_ranks(case, kind):
     plan = planner.plan(case.model, case.inputs, budget="70%", regions="blocks", time_limit=2)
     found = planner.data_parallel(case.model, case.inputs, parallel=RANKS[kind],
@@ -91,6 +93,7 @@ def test_a_plan_of_one_device_on_ranks(case, kind):
                               parallel=RANKS[kind], plan=plan)
 
 
+@pytest.mark.slow
 def test_the_head_of_a_rank_runs_in_chunks():
     """It stands outside of the blocks, and is planned all the same."""
     wide = causal_model(batch=4, seq=64, width=32, vocab=8192)
@@ -213,6 +216,7 @@ def test_a_plan_of_a_rank_is_not_verified_on_one_device(case, of_fsdp2):
         planner.verify(case.model, of_fsdp2, case.inputs)
 
 
+@pytest.mark.slow
 def test_from_the_command_line(tmp_path):
     ranks = ("--parallel", "fsdp2", "--ranks", "4", "--unit", "transformer.h.*")
     made = run("plan", *TINY_GPT2, "--budget", "90%", *ranks, "-o", tmp_path / "rank.json")

@@ -64,6 +64,7 @@ def test_every_plan_survives_its_file(step, budget_bytes):
     jsonschema.validate(plan.to_dict(), SCHEMA)
 
 
+@pytest.mark.slow
 def test_equal_plans_give_equal_files_in_every_process(tmp_path):
     texts = set()
     for seed in ("0", "4242"):

@@ -123,6 +123,7 @@ def test_another_shape_is_refused(tight):
         tight.apply(make_model())(torch.cat([batch(), batch()]))
 
 
+@pytest.mark.slow
 def test_an_impossible_budget_names_one_that_works(model):
     with pytest.raises(planner.InfeasibleBudget) as caught:
         plan_model(model, budget="1MB")

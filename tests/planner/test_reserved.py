@@ -179,6 +179,7 @@ def test_the_curve_is_one_of_what_is_reserved():
     assert all(each.overhead_bound <= each.overhead for each in curve)
 
 
+@pytest.mark.slow
 def test_sizes_fit_what_is_reserved(unlimited):
     budget = unlimited.baseline_reserved_bytes
     arguments = {"budget": budget, "loss_fn": mean, "budget_of": "reserved", **ON_GPU}
@@ -197,6 +198,7 @@ def test_advice_counts_what_is_reserved(unlimited):
     assert plans and all(each.reserved_bytes <= budget for each in plans)
 
 
+@pytest.mark.slow
 def test_the_command_line_takes_a_budget_of_what_is_reserved():
     arguments = [*TINY_GPT2, "--device", "cuda", "--budget-of", "reserved"]
     document = json.loads(run("plan", *arguments, "--budget", "100%", "--json").stdout)

@@ -37,8 +37,8 @@ class Sized(nn.Module):
 
 
 @pytest.mark.parametrize("kind", [
-    "mask", "assignment", *(pytest.param(kind, marks=pytest.mark.slow)
-              for kind in ("maximum", "mask of the inputs", "nonzero"))])
+    "assignment", *(pytest.param(kind, marks=pytest.mark.slow)
+                    for kind in ("mask", "maximum", "mask of the inputs", "nonzero"))])
 def test_sizes_that_values_decide(kind):
     torch.manual_seed(5)
     batches = [torch.randn(16, 32, 32) * scale for scale in (2, 3, 3, 1, 2.5)]
@@ -80,6 +80,7 @@ class Masked(nn.Module):
         return x[(mask >= 0).nonzero()[:, 0]]
 
 
+@pytest.mark.slow
 def test_what_is_asked_only_where_nothing_is_captured_is_passed_over():
     torch.manual_seed(0)
     x, mask = torch.randn(64, 8), torch.ones(64)
@@ -105,6 +106,7 @@ class Convolutions(nn.Module):
         return x
 
 
+@pytest.mark.slow
 def test_layers_in_a_loop_that_select_by_masks_are_planned_in_pieces():
     x = torch.randn(200, 32, generator=torch.Generator().manual_seed(1))
     edges = [torch.randint(0, 200, (2, 400), generator=torch.Generator().manual_seed(seed))
@@ -164,6 +166,7 @@ class Layers(nn.Module):
         return x
 
 
+@pytest.mark.slow
 def test_layers_that_select_inside_of_themselves_are_planned_with_the_sizes_of_the_call():
     x = torch.randn(100, 32, generator=torch.Generator().manual_seed(1))
     edges = torch.randint(0, 100, (2, 400), generator=torch.Generator().manual_seed(2))

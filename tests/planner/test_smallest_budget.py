@@ -118,6 +118,7 @@ def test_ctrl_c_takes_the_best_plan_so_far() -> None:
     assert any("interrupted" in note for note in plan.notes)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("ctrl_c")
 def test_ctrl_c_before_anything_fits_ends_planning() -> None:
     step = _case(models.gpt2())

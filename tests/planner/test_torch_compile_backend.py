@@ -88,6 +88,7 @@ def test_the_first_call_plans_and_every_call_keeps_the_budget(caplog):
     assert torch.equal(gradient(model), reference)
 
 
+@pytest.mark.slow
 def test_an_infeasible_budget_tells_the_minimum():
     model = WithLoss(make_model())
     with pytest.raises(planner.InfeasibleBudget) as refusal:
@@ -97,8 +98,8 @@ def test_an_infeasible_budget_tells_the_minimum():
     step(compiled(model, budget=minimum), batch())
 
 
-@pytest.mark.parametrize("dynamic", [
-    pytest.param(None, marks=pytest.mark.slow), True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("dynamic", [None, True, False])
 def test_smaller_shapes_run_the_plan_of_larger_ones(caplog, dynamic):
     model = WithLoss(make_model(dropout=0.0))
     planned = compiled(model, budget_gb=1, dynamic=dynamic)
@@ -167,6 +168,7 @@ def test_a_later_step_that_does_not_fit_runs_under_the_leanest_schedule(caplog):
     assert "takes least" in caplog.text
 
 
+@pytest.mark.slow
 def test_layers_that_share_a_graph_have_parameters_of_their_own():
     torch.manual_seed(0)
     plain = nn.Sequential(*(BreakingLayer() for _ in range(3)))

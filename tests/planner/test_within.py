@@ -117,6 +117,7 @@ def test_what_is_given_is_counted_from_the_first_step_on():
     assert len(plans_of(net).graphs) == 1
 
 
+@pytest.mark.slow
 def test_the_loss_of_the_model_itself():
     case = gpt2(layers=2, batch=4)
     plain, net = copy.deepcopy(case.model), planner.within(case.model, "75%", time_limit=2)
@@ -177,6 +178,7 @@ def test_a_stream_of_shapes_is_planned_only_where_it_grows():
     assert len(standing.graphs) <= 8
 
 
+@pytest.mark.slow
 def test_a_layer_frozen_later_is_another_graph():
     batches = [batch(seed=seed) for seed in range(3)]
 
@@ -192,6 +194,7 @@ def test_a_layer_frozen_later_is_another_graph():
     assert len(plans_of(net).graphs) == 2
 
 
+@pytest.mark.slow
 def test_refusing_says_why():
     net = planner.within(model(), "80%", on_new="refuse", time_limit=1)
     train(net, [batch(8)] * 2)
@@ -248,6 +251,7 @@ def test_called_again_it_replaces_and_none_is_no_limit():
     assert planner.plan_of(net).recompute_flops == 0
 
 
+@pytest.mark.slow
 def test_an_impossible_budget_names_the_smallest():
     net = planner.within(model(), 10_000, time_limit=1)
     with pytest.raises(planner.InfeasibleBudget) as caught:
@@ -278,6 +282,7 @@ def test_a_copy_plans_for_itself():
     assert plans_of(net).steps.planned == before
 
 
+@pytest.mark.slow
 def test_in_data_parallel_of_one_process():
     torch.distributed.init_process_group("gloo", rank=0, world_size=1,
                                          store=torch.distributed.HashStore())

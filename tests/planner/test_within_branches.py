@@ -62,6 +62,7 @@ def train(net: nn.Module, gates: list[int]) -> list[float]:
     return losses
 
 
+@pytest.mark.slow
 def test_a_branch_with_nothing_to_compile_at_first_is_planned_when_it_does_more():
     plain = Gated()
     net = planner.within(copy.deepcopy(plain), "95%", time_limit=1)

@@ -188,8 +188,8 @@ def test_models_of_one_step_share_its_budget():
     assert max(measured[2:]) <= budget < max(peaks)
 
 
-@pytest.mark.parametrize(("width", "budget"), [
-    pytest.param(64, "65%", marks=pytest.mark.slow), (256, "75%")])
+@pytest.mark.slow
+@pytest.mark.parametrize(("width", "budget"), [(64, "65%"), (256, "75%")])
 def test_a_model_leaves_room_to_another_that_is_called_before_its_backward(width, budget):
     def loop(net: nn.Module) -> Callable[[], torch.Tensor]:
         maker, judge = net

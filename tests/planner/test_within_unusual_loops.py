@@ -200,6 +200,7 @@ def test_a_model_may_set_itself_up_in_its_first_call():
     assert planner.status(net).planned_steps == 2
 
 
+@pytest.mark.slow
 def test_logits_of_a_model_that_makes_a_cache_may_have_a_loss_outside():
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
@@ -251,6 +252,7 @@ class Labelled(nn.Module):
         return {"loss": F.cross_entropy(logits, labels), "logits": logits, "hidden": hidden}
 
 
+@pytest.mark.slow
 def test_a_loss_of_more_than_the_loss_that_the_model_returns(caplog):
     """As in distillation."""
     plain = Labelled()
@@ -299,6 +301,7 @@ class Augmented(nn.Module):
         return self.encode(x).square().mean()
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:To copy construct")  # torch's, of `torch.tensor(mask)`
 def test_random_numbers_of_numpy_and_torch_in_one_forward():
     torch.manual_seed(0)

@@ -19,6 +19,7 @@ def test_the_breakdown_is_printed():
     assert f"{document['peak_bytes']:,} bytes" in result.stdout
 
 
+@pytest.mark.slow
 def test_a_plan_is_accounted_for(tmp_path):
     path = tmp_path / "plan.json"
     run("plan", *TINY_GPT2, "--budget", "90%", "-o", path, "--time-limit", "10")

@@ -77,6 +77,7 @@ def test_a_factory_is_called_with_the_size(factories):
     assert advice["effective_batch"] == 8 and advice["choices"]
 
 
+@pytest.mark.slow
 def test_the_loss_of_a_factory_is_made_for_each_size(factories):
     arguments = ["--budget", "20kB", "--no-plan", "--json"]
     own, none, named = (

@@ -75,6 +75,7 @@ def model() -> nn.Module:
     return make().model
 
 
+@pytest.mark.slow
 def test_dropout_accumulation_clipping_evaluation_and_uneven_batches(tmp_path, caplog):
     with caplog.at_level(logging.INFO, "planner"):
         trial = Trial.of(model, partial(train, folder=tmp_path))
