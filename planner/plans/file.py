@@ -146,28 +146,29 @@ _MARKUP = re.compile(r"\[/[^\[\]]*\]")
 
 def check_values(document: object, name: str) -> None:
     """Raise `PlanFileError` for a number, text or nesting that no plan contains, at any depth."""
-    pending: list[tuple[object, list[str | int]]] = [(document, [])]
+    pending: list[tuple[Any, list[str | int]]] = [(document, [])]
     while pending:
         value, steps = pending.pop()
-        inner: list[tuple[str | int, object]] = []
-        if isinstance(value, dict):
-            inner = [*value.items()]
-        elif isinstance(value, list | tuple):
-            inner = [*enumerate(value)]
-        if len(steps) >= _DEEPEST and inner:
+        is_object = isinstance(value, dict)
+        if not is_object and not isinstance(value, list | tuple):
+            continue  # the whole document, which is refused as such
+        if len(steps) >= _DEEPEST and value:
             raise PlanFileError(f"{name} is no plan: it is nested deeper than {_DEEPEST} levels; "
                                 "plan again and save to a new file")
-        for key, each in inner:
-            if isinstance(key, str) and (words := _why_no_text(key)):
+        for key, each in value.items() if is_object else enumerate(value):
+            if is_object and isinstance(key, str) and (words := _why_no_text(key)):
                 raise PlanFileError(_expected(name, words, steps, key))
-            pending.append((each, [*steps, key]))
-        if isinstance(value, str) and (words := _why_no_text(value)):
-            raise PlanFileError(_expected(name, words, steps, value))
-        if isinstance(value, int) and not -_LARGEST <= value <= _LARGEST:
-            raise PlanFileError(_expected(name, "a number of at most 64 bits", steps,
-                                          f"{value.bit_length()} bits"))
-        if isinstance(value, float) and not math.isfinite(value):
-            raise PlanFileError(_expected(name, "a finite number", steps, value))
+            if isinstance(each, str):
+                if words := _why_no_text(each):
+                    raise PlanFileError(_expected(name, words, [*steps, key], each))
+            elif isinstance(each, dict | list | tuple):
+                pending.append((each, [*steps, key]))
+            elif isinstance(each, int):
+                if not -_LARGEST <= each <= _LARGEST:
+                    raise PlanFileError(_expected(name, "a number of at most 64 bits",
+                                                  [*steps, key], f"{each.bit_length()} bits"))
+            elif isinstance(each, float) and not math.isfinite(each):
+                raise PlanFileError(_expected(name, "a finite number", [*steps, key], each))
 
 
 def _why_no_text(text: str) -> str:
@@ -180,23 +181,21 @@ def _why_no_text(text: str) -> str:
 
 
 def check_complete(value: Any, written: Any, name: str, path: tuple[str | int, ...] = ()) -> None:
-    """Raise `PlanFileError` unless `value` has exactly the fields of `written`."""
-    steps = list(path)
-    if isinstance(written, dict):
-        for key in written:
-            if key not in value:
-                raise _missing(name, [*steps, key])
-            if path or key not in FREE_FIELDS:
-                check_complete(value[key], written[key], name, (*path, key))
-        for key in value:
-            if key not in written:
-                raise PlanFileError(f"{name} is no plan: the field {_at([*steps, key])} is none "
-                                    "of a plan; plan again and save to a new file")
-    elif isinstance(written, list | tuple):
-        for position, item in enumerate(written):
-            check_complete(value[position], item, name, (*path, position))
-    elif isinstance(value, int) and value < 0:
-        raise PlanFileError(_expected(name, "a whole number >= 0", steps, value))
+    """Raise `PlanFileError` unless an object or list has exactly the fields of `written`."""
+    is_object = isinstance(written, dict)
+    for key, inner in written.items() if is_object else enumerate(written):
+        if is_object and key not in value:
+            raise _missing(name, [*path, key])
+        if not path and key in FREE_FIELDS:
+            continue
+        if isinstance(inner, dict | list | tuple):
+            check_complete(value[key], inner, name, (*path, key))
+        elif isinstance(value[key], int) and value[key] < 0:
+            raise PlanFileError(_expected(name, "a whole number >= 0", [*path, key], value[key]))
+    for key in value if is_object else ():
+        if key not in written:
+            raise PlanFileError(f"{name} is no plan: the field {_at([*path, key])} is none "
+                                "of a plan; plan again and save to a new file")
 
 
 def _missing(name: str, steps: list[str | int]) -> PlanFileError:

@@ -30,7 +30,7 @@ from planner.plans.plan import Plan
 from planner.search.planning import plan_within
 from planner.solvers.simulator import Timeline, unroll
 from planner.step.variant import Variant
-from tests.support.altered_plans import altered, forged, signed
+from tests.support.altered_plans import Altering, forged, signed
 from tests.support.compiler import needs_compiler
 from tests.support.loss_head import Head, batch
 from tests.support.models import Case, causal_model
@@ -165,13 +165,14 @@ def load_and_simulate(kind: str, count: int, seed: int) -> Counter[str]:
     """What becomes of so many changed files."""
     owner, dice = original(kind), random.Random(seed)
     document = owner.plan.to_dict()
+    altering = Altering(document)
     found: Counter[str] = Counter()
     for number in range(count):
         way = ("plain", "signed", "signed", "forged")[number % 4]
         if way == "forged" and not owner.met:
             way = "signed"
         steers = ("regions", "ops", "buffers") if number % 3 else ()
-        changed = altered(document, dice, steers)
+        changed = altering.altered(dice, steers)
         if way == "forged":
             made = forged(document, changed)
             changed = signed(changed) if made is None else made.to_dict()
@@ -210,10 +211,11 @@ def apply_and_train(kind: str, count: int, seed: int) -> Counter[str]:
     """What becomes of so many changed files that are read without complaint."""
     owner, dice = original(kind), random.Random(seed)
     document = owner.plan.to_dict()
+    altering = Altering(document)
     found: Counter[str] = Counter()
     while found.total() < count:
-        changed = altered(document, dice, ("regions", "ops", "buffers") if dice.random() < 0.8
-                          else ())
+        changed = altering.altered(dice, ("regions", "ops", "buffers") if dice.random() < 0.8
+                                   else ())
         made = forged(document, changed)
         try:
             plan = from_dict(signed(changed) if made is None else made.to_dict())

@@ -1,6 +1,6 @@
 """Plan files with one value changed, by accident or by an adversary.
 
-`altered` changes one place of a document; `signed` states a matching fingerprint, and decisions
+`Altering` changes one place of a document; `signed` states a matching fingerprint, and decisions
 that match the insertions; `forged` states everything else that follows from a changed step or
 schedule, so that only a look at the model's own graph reveals the change.
 """
@@ -47,31 +47,39 @@ def at(document: Any, place: Place) -> Any:
     return document
 
 
-def altered(document: dict[str, Any], dice: random.Random, within: tuple[str, ...] = ()
-            ) -> dict[str, Any]:
-    """Return a copy with one place changed, by default anywhere; `within`: fields of which it is
-    one."""
-    found = [place for place in places(document) if not within or place[0] in within]
-    kinds: dict[tuple[object, ...], list[Place]] = {}  # so that long lists do not crowd out others
-    for place in found:
-        kinds.setdefault(tuple(key for key in place if isinstance(key, str)), []).append(place)
-    while True:
-        place = dice.choice(kinds[dice.choice(list(kinds))])
-        changed = copied(document)
-        holder, key = at(changed, place[:-1]), place[-1]
-        if _change(holder, key, dice, _alike(document, place)) and changed != document:
-            return changed
+class Altering:
+    """Makes copies of a document with one place changed."""
 
+    def __init__(self, document: dict[str, Any]) -> None:
+        self.document = document
+        self._kinds: dict[tuple[object, ...], list[Place]] = {}
+        """Places by the fields above them, so that long lists do not crowd out others."""
+        self._texts: dict[object, set[str]] = {}
+        """Texts by their field."""
+        for place in places(document):
+            self._kinds.setdefault(
+                tuple(key for key in place if isinstance(key, str)), []).append(place)
+            if isinstance(text := at(document, place), str):
+                self._texts.setdefault(place[-1], set()).add(text)
 
-def _alike(document: dict[str, Any], place: Place) -> list[str]:
-    """Return other texts that a text could be confused with."""
-    old = at(document, place)
-    if not isinstance(old, str):
-        return []
-    names = [op["name"] for op in document["ops"]]
-    return names if old in names else sorted({
-        each for other in places(document) if other[-1] == place[-1]
-        for each in (at(document, other),) if isinstance(each, str)})
+    def altered(self, dice: random.Random, within: tuple[str, ...] = ()) -> dict[str, Any]:
+        """Return a copy with one place changed, by default anywhere; `within`: fields of which it
+        is one."""
+        kinds = [kind for kind in self._kinds if not within or kind[0] in within]
+        while True:
+            place = dice.choice(self._kinds[dice.choice(kinds)])
+            changed = copied(self.document)
+            if (_change(at(changed, place[:-1]), place[-1], dice, self._alike(place))
+                    and changed != self.document):
+                return changed
+
+    def _alike(self, place: Place) -> list[str]:
+        """Return other texts that a text could be confused with."""
+        old = at(self.document, place)
+        if not isinstance(old, str):
+            return []
+        names = [op["name"] for op in self.document["ops"]]
+        return names if old in names else sorted(self._texts[place[-1]])
 
 
 def _change(holder: Any, key: Any, dice: random.Random, alike: list[str]) -> bool:
