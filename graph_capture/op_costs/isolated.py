@@ -112,13 +112,17 @@ class IsolatedProbe:
 
         try:
             told = pytree.tree_map(described, (args, dict(kwargs)))
-            return self._ask((str(target), *told, quantity))
-        except Exception:  # a sparse tensor, an argument that cannot be sent, an op that kills
+            question = pickle.dumps((str(target), *told, quantity))
+        except Exception:  # a sparse tensor, an argument that cannot be sent
+            return None
+        try:
+            return self._ask(question)
+        except Exception:  # an op that kills the child
             self._end()
             self._child = None
             return None
 
-    def _ask(self, question: tuple[Any, ...]) -> float | None:
+    def _ask(self, question: bytes) -> float | None:
         if self._child is None:
             self._child = self._start()
         assert self._child.stdin is not None and self._child.stdout is not None

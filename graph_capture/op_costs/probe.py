@@ -66,7 +66,7 @@ _FREE = frozenset({
     "new_empty_strided", "full", "full_like", "zeros", "zeros_like", "ones", "ones_like",
     "new_ones", "new_zeros", "new_full", "fill_", "zero_", "arange", "scalar_tensor",
     "lift_fresh_copy", "slice_backward", "select_backward", "_unsafe_view", "view",
-    "_local_scalar_dense", "_foreach_zero_"})
+    "_local_scalar_dense", "_foreach_zero_", "set_"})
 """Kernels that write their result, if any, and allocate nothing else, for every layout."""
 _FREE_IF_CONTIGUOUS = frozenset({
     "_softmax", "_log_softmax", "_log_softmax_backward_data", "nll_loss_forward",

@@ -25,17 +25,26 @@ def answer_questions() -> None:
     probe = OpProbe(device, directory=None)
     while True:
         try:
-            name, args, kwargs, quantity = pickle.load(questions)
+            question = pickle.load(questions)
         except EOFError:
             return
-        if (namespace := name.split(".")[0]) not in ("aten", "prims"):
-            with contextlib.suppress(ImportError):
-                importlib.import_module(namespace)  # registers the op
-        target: Any = torch.ops
-        for part in name.split("."):
-            target = getattr(target, part, None)
-        pickle.dump(target and probe.measure_here(target, args, kwargs, quantity), answers)
+        pickle.dump(_answer(probe, question), answers)
         answers.flush()
+
+
+def _answer(probe: OpProbe, question: bytes) -> float | None:
+    """The quantity asked for; `None` for an op or an argument that this process cannot make."""
+    try:
+        name, args, kwargs, quantity = pickle.loads(question)
+    except Exception:  # of the class of an argument
+        return None
+    if (namespace := name.split(".")[0]) not in ("aten", "prims"):
+        with contextlib.suppress(ImportError):
+            importlib.import_module(namespace)  # registers the op
+    target: Any = torch.ops
+    for part in name.split("."):
+        target = getattr(target, part, None)
+    return target and probe.measure_here(target, args, kwargs, quantity)
 
 
 if __name__ == "__main__":

@@ -118,6 +118,7 @@ def test_other_free_ops_are_rightly_taken_as_free():
     for left, right in itertools.product(layouts()[:4], repeat=2):
         assert measured(aten.clone.default, left) == 0
         assert measured(aten.zeros_like.default, left) == 0
+        assert measured(aten.set_.source_Tensor, torch.empty(0), left) == 0
         assert measured(aten.copy_.default, torch.empty(6, 10), right) == 0
         assert measured(aten.slice_backward.default, left, [6, 20], 1, 0, 20, 2) == 0
         assert measured(aten.select_backward.default, left, [6, 3, 10], 1, 0) == 0
@@ -291,6 +292,13 @@ def test_an_op_that_ends_its_process_is_assumed_and_others_are_still_measured(pr
     assert probe.assumed == {"aten.mkldnn_rnn_layer_backward.default"}
 
 
+class Unreadable:
+    """Its pickle is made, and cannot be read."""
+
+    def __reduce__(self):
+        return int, ("none",)
+
+
 def test_what_runs_in_a_child_is_what_runs_here():
     from planner._graph_capture.joint_graph.low_peak_backward import REALIZED_COPY
     from planner._graph_capture.op_costs.isolated import IsolatedProbe, is_trusted
@@ -307,6 +315,7 @@ def test_what_runs_in_a_child_is_what_runs_here():
     library.define("doubled(Tensor x) -> Tensor")
     unknown = torch.ops.tests_of_one_process.doubled.default
     assert child.measure(unknown, (x,), {}, "workspace") is None
+    assert child.measure(aten.sort.default, (x, Unreadable()), {}, "workspace") is None
     assert child._child is process is not None
     assert is_trusted(REALIZED_COPY)
 
