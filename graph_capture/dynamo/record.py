@@ -116,6 +116,9 @@ class Recording:
     """Inputs by whose values the model's code decides, and where it does."""
     calls_again: int = 0
     """Number of region calls when the step ran for the second time."""
+    has_compiled_again: bool = False
+    """True if the second run of the step compiled another graph: the first call changed what the
+    model's code reads."""
     code: TracedCode | None = None
     """Compiled code that the model itself may run, if it was kept."""
 
@@ -328,6 +331,7 @@ class _Recorder:
             results = StubResults(graph, None, mode, device)
             return boxed(lambda args: results.outputs())
 
+        self.recording.has_compiled_again |= self.again.tracker is not None
         branches = branches_of(module)
         compiled, region = compiled_as_stubs(module, inputs, region_of, without_gradient,
                                              make_backend=self.make_backend)
@@ -421,7 +425,7 @@ def record_training_step(
     the output alive until the backward ends.
 
     Some models change in their first call (transformers installs hooks), which breaks the graph
-    once.  So a step of several regions, or of none, is captured again.
+    once.  Then Dynamo's guards fail in the second run, and the step is captured again.
     """
     wrapper = wrapper or Wrapper()
 
@@ -448,7 +452,9 @@ def record_training_step(
         return TracedCode() if keeps_code else None
 
     chosen = first = record(code or new_code())
-    if not ((blocks and first.is_repeatable) or len(first.calls) == 1):
+    is_stable = first.is_repeatable and (
+        bool(blocks) or (bool(first.calls) and not first.has_compiled_again))
+    if not (is_stable or len(first.calls) == 1):
         again = record(new_code())
         if again.calls and (not first.calls or not first.is_repeatable
                             or len(again.calls) < len(first.calls)):

@@ -180,12 +180,17 @@ class GraphPlanner:
         with watched(None) as report:
             capture = partial(capture_call, model, args, kwargs, planning, report,
                               unknown_loss=unknown, probe_headroom=headroom, early=early)
-            try:
-                self._step = capture(symbolic=self._symbolic, code=kept,
-                                     keeps_code=self._symbolic is None and self.is_alone)
-            except DataDependentValue:
-                if self.chose_blocks:
-                    raise
+            if not self.has_control_flow or self.chose_blocks:
+                try:
+                    self._step = capture(symbolic=self._symbolic, code=kept,
+                                         keeps_code=self._symbolic is None and self.is_alone)
+                except DataDependentValue:
+                    if self.chose_blocks:
+                        raise
+                    self.has_control_flow = True
+                    log.info("%s asks for values of tensors: its step is planned in the regions "
+                             "that lie between, as this call takes them", type(model).__name__)
+            if self.has_control_flow and not self.chose_blocks:
                 own_args, own_kwargs = in_own_containers(model, (args, kwargs))
                 answers = data_dependent_values(
                     model, lambda: model.forward(*own_args, **own_kwargs))
@@ -193,9 +198,6 @@ class GraphPlanner:
                     self._step = capture(answers=answers)
                 except DataDependentValue as error:
                     raise CaptureError(f"{error.what or error}, {_NOT_FOLLOWED}") from error
-                self.has_control_flow = True
-                log.info("%s asks for values of tensors: its step is planned in the regions "
-                         "that lie between, as this call takes them", type(model).__name__)
         # On one device, the loop's other memory is measured: `planner.attached.held`.
         held_bytes = 0 if self.is_alone else self._batches_ahead * self._input_bytes
         if self._parallel is None and wrapping_data_parallel() is not None:
