@@ -19,6 +19,7 @@ import copyreg
 import pickle
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,7 +29,9 @@ from torch import nn
 from planner._apply.blocks import Code, check_blocks, code_of, run_step
 from planner._apply.call_signature import Call, differences, tensor_keys
 from planner._apply.errors import PlanMismatch
+from planner._apply.planned_code import is_exchangeable
 from planner._apply.rewrite_spec import ParameterKey, RewriteSpec
+from planner._graph_capture.dynamo.traced_code import keep_code, take_code
 from planner._graph_capture.foreign_calls import foreign_call
 from planner._graph_capture.module_forward import (
     Forward,
@@ -202,11 +205,18 @@ class PlannedForward(CountingForward):
              is_trial: bool = False) -> Any:
         module, spec = self.__self__, self.specs[number]
         if number not in self._codes:
-            self._codes[number] = code_of(module, spec)
+            self._codes[number] = self._code_of(spec)
         code = self._codes[number]
         result = run_step(code, spec, module, self.inner, args, kwargs, is_trial=is_trial)
         self.steps.count(code.why_unplanned())
         return result
+
+    def _code_of(self, spec: RewriteSpec) -> Code:
+        traced = take_code(self.__self__)
+        if traced is not None and is_exchangeable(spec):
+            with suppress(PlanMismatch):  # it is that of another plan
+                return code_of(self.__self__, spec, may_exchange=True, traced=traced)
+        return code_of(self.__self__, spec)
 
 
 def apply_spec(
@@ -230,6 +240,7 @@ def apply_spec(
     check_blocks(model, spec)
     applied = _copy(model)
     set_forward(applied, PlannedForward(applied, own_forward(applied), spec, replan))
+    keep_code(applied, take_code(model))
     return applied
 
 

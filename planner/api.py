@@ -19,7 +19,7 @@ from planner._apply.call_signature import (
 )
 from planner._graph_capture.capture import CapturedStep, SymbolicStep, capture_step, trace_symbolic
 from planner._graph_capture.dynamo.blocks import REPEATED_BLOCKS, has_repeated_blocks
-from planner._graph_capture.dynamo.traced_code import TracedCode
+from planner._graph_capture.dynamo.traced_code import TracedCode, keep_code
 from planner._graph_capture.fake_copies.fake import device_planned_for
 from planner._graph_capture.module_forward import own_forward
 from planner._graph_capture.op_costs.headroom import ProbeHeadroom
@@ -150,7 +150,7 @@ def plan_step(model: nn.Module, inputs: object, limit: Budget | None, planning: 
     to it, and the plan is that of the smallest budget."""
     started = time.monotonic()
     with watched(progress, f"planning a training step of {_kind(model)}") as report:
-        step, planning, lowered = _captured(model, inputs, planning, report)
+        step, planning, lowered = _captured(model, inputs, planning, report, keeps_code=True)
         prepared = lowered(step, planning)
         time_limit = planning.time_limit
         left = 0.9 * time_limit - (time.monotonic() - started)
@@ -182,6 +182,7 @@ def plan_step(model: nn.Module, inputs: object, limit: Budget | None, planning: 
             on_refusal(refusal)
             made = within(refusal.minimum_bytes)
         report.conclude(f": {summarize(made)}")
+        keep_code(unwrapped(model), step.code)
         return made
 
 
@@ -242,11 +243,12 @@ def prepare_step(model: nn.Module, inputs: object, planning: Planning,
 
 
 def _captured(model: nn.Module, inputs: object, planning: Planning, progress: Progress | None,
-              trace: SymbolicTrace | None = None
+              trace: SymbolicTrace | None = None, *, keeps_code: bool = False
               ) -> tuple[CapturedStep, Planning,
                          Callable[[CapturedStep, Planning], PreparedStep]]:
     """The captured step, the arguments with what wrappers around the model say, and the function
-    that prepares the step, or one with other variants, to be planned."""
+    that prepares the step, or one with other variants, to be planned.  `keeps_code`: as for
+    `capture_call`."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {_kind(model)}; "
                         "a factory must be called first")
@@ -255,7 +257,8 @@ def _captured(model: nn.Module, inputs: object, planning: Planning, progress: Pr
     model = unwrapped(model)
     symbolic = None if trace is None or trace.step is None else trace.step.at(
         input_tensors(model, own_forward(model), args, kwargs))
-    step = capture_call(model, args, kwargs, planning, progress, symbolic=symbolic)
+    step = capture_call(model, args, kwargs, planning, progress, symbolic=symbolic,
+                        keeps_code=keeps_code and symbolic is None)
     dynamic = planning.dynamic if trace is None else None if trace.step else trace.dimensions
     if dynamic:
         try:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import fx, nn
@@ -135,3 +136,19 @@ class TracedCode:
         """True if the model may run it: where it is not cut at blocks, it is one graph."""
         return all(graph.has_values for graph in self.graphs) and (
             by_blocks or [graph.region is None for graph in self.graphs] == [False])
+
+
+_KEPT: WeakKeyDictionary[nn.Module, TracedCode] = WeakKeyDictionary()
+"""Code of the last step that was planned of a model, until a plan is applied to it."""
+
+
+def keep_code(model: nn.Module, code: TracedCode | None) -> None:
+    """Keep the code of a planned step for `take_code`."""
+    _KEPT.pop(model, None)
+    if code is not None:
+        _KEPT[model] = code
+
+
+def take_code(model: nn.Module) -> TracedCode | None:
+    """The code kept for a model, which is then kept no longer."""
+    return _KEPT.pop(model, None)
