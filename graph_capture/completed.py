@@ -37,18 +37,22 @@ def with_optimizer(step: CapturedStep, optimizer: object) -> CapturedStep:
         optimizer, step.baseline.with_gradient))
 
 
-def with_seen_loss(step: CapturedStep, seen: ObservedLoss, room_bytes: int = 0) -> CapturedStep:
-    """The step, captured without a loss, with the memory of the observed loss.  `room_bytes`: what
-    a schedule leaves to other calls that run between forward and backward; the plain step does
-    not."""
+def with_seen_loss(step: CapturedStep, seen: ObservedLoss) -> CapturedStep:
+    """The step, captured without a loss, with the memory of the observed loss."""
     loss = ReplayedLoss(seen)
     baseline = _traced(step, loss) or step.baseline
     later = step.later and (_traced(step, loss, baseline.with_gradient) or step.later)
-    longest = replace(seen, peak_bytes=max(seen.peak_bytes, room_bytes))
     return replace(
-        step, variants=tuple(replace(variant, graph=_with_loss(variant.graph, longest))
+        step, variants=tuple(replace(variant, graph=_with_loss(variant.graph, seen))
                              for variant in step.variants),
         baseline=baseline, later=later, tracing=replace(step.tracing, loss_fn=loss))
+
+
+def with_room(step: CapturedStep, room_bytes: int) -> CapturedStep:
+    """The step whose schedules leave this much to others between forward and backward; the plain
+    step does not."""
+    return step if not room_bytes else replace(step, variants=tuple(
+        replace(variant, graph=_with_room(variant.graph, room_bytes)) for variant in step.variants))
 
 
 def with_output_let_go(step: CapturedStep, lives: Sequence[Until]) -> CapturedStep:
@@ -108,3 +112,12 @@ def _with_loss(graph: TrainingGraph, seen: ObservedLoss) -> TrainingGraph:
         graph.resident, inputs_bytes=graph.resident.inputs_bytes + seen.held_bytes))
 
 
+
+
+def _with_room(graph: TrainingGraph, room_bytes: int) -> TrainingGraph:
+    start = graph.index_of[LOSS_BACKWARD]
+    op = graph.ops[start]
+    above_bytes = room_bytes - sum(graph.buffers[index].size_bytes for index in op.outputs)
+    ops = list(graph.ops)
+    ops[start] = replace(op, workspace_bytes=max(op.workspace_bytes, above_bytes))
+    return replace(graph, ops=tuple(ops))

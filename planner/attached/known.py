@@ -36,6 +36,7 @@ from planner._graph_capture.completed import (
     with_held,
     with_optimizer,
     with_output_let_go,
+    with_room,
     with_seen_loss,
 )
 from planner._graph_capture.dynamo.blocks import (
@@ -151,7 +152,7 @@ class GraphPlanner:
 
     def _capture(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
                  planning: Planning, earlier: Plan | None = None) -> None:
-        self._with_loss: tuple[tuple[ObservedLoss, int], CapturedStep] | None = None
+        self._with_loss: tuple[ObservedLoss, CapturedStep] | None = None
         self._captured_with: ObservedLoss | None = None  # the loss that the step was captured with
         self._captured_without_output = False
         self._earlier = earlier  # the last plan of this graph
@@ -438,6 +439,13 @@ class GraphPlanner:
                         break
                 else:
                     low_bytes = tried_bytes
+                    with suppress(InfeasibleBudget):
+                        found = self._saving_less(known, prepared, found, tried_bytes, limit_bytes,
+                                                  brief)
+                        needed_bytes = self._needed(known, prepared, found)
+                        if needed_bytes <= tried_bytes and (
+                                best is None or found.overhead < best[0].overhead):
+                            best = found, needed_bytes
             tried_bytes = (low_bytes + high_bytes) // 2
             if high_bytes - low_bytes < limit_bytes * _CLOSE:
                 break
@@ -450,6 +458,19 @@ class GraphPlanner:
             limit_bytes, least.peak_bytes, f"Of it "
             f"{format_bytes(self._needed(known, prepared, least))} is held beside this call, by "
             "other calls of the model or as gradients of the step before.")
+
+    def _saving_less(self, known: Known, prepared: PreparedStep, plan: Plan, pending_bytes: int,
+                     limit_bytes: int, effort: Effort) -> Plan:
+        """A plan whose calls save so much less than those of `plan` that all of them together keep
+        `pending_bytes`; raises `InfeasibleBudget`."""
+        variant = prepared.variant_of(plan.spec)
+        saved = saved_bytes(variant, schedule_of(variant, plan.spec))
+        excess_bytes = self._needed(known, prepared, plan) - pending_bytes
+        saved -= excess_bytes // max(1, *(each.pending for each in known.outside.backward))
+        net_bytes = self._prepared(known, pending_bytes).budget.net_bytes(limit_bytes)
+        room_bytes = max(known.room_bytes, net_bytes - saved)
+        return plan_within(self._prepared(replace(known, room_bytes=room_bytes), pending_bytes),
+                           limit_bytes, effort)
 
     def _as_earlier(self, known: Known, prepared: PreparedStep, limit_bytes: int | None
                     ) -> Plan | None:
@@ -470,11 +491,6 @@ class GraphPlanner:
                         time_limit=_PROVISIONAL_SHARE * self._planning.time_limit)
         least = leanest_plan(prepared, effort)
         return self._accounted(known, least, self._needed(known, prepared, least), 0.0, limit_bytes)
-
-    def can_leave_room(self, loss: ObservedLoss | None) -> bool:
-        """True if `Known.room_bytes` counts: a loss comes between forward and backward, and is not
-        in the captured step."""
-        return loss is not None and self._captured_with is None
 
     def may_fit(self, known: Known) -> bool:
         """True if a schedule meets the step's budget where nothing beside the call holds memory."""
@@ -574,9 +590,8 @@ class GraphPlanner:
         if loss is not None and self._captured_with is not None:
             step = with_held(step, loss.held_bytes)
         elif loss is not None:
-            counted = loss, known.room_bytes
-            if self._with_loss is None or self._with_loss[0] != counted:
-                self._with_loss = counted, with_seen_loss(step, *counted)
+            if self._with_loss is None or self._with_loss[0] != loss:
+                self._with_loss = loss, with_seen_loss(step, loss)
             step = self._with_loss[1]
         if loss is not None:
             step = with_output_let_go(step, [each.until for each in loss.outputs])
@@ -584,6 +599,7 @@ class GraphPlanner:
             step = with_output_let_go(step, [
                 max(until, each.until, key=[*Until].index)
                 for until, each in zip(lives, step.outputs, strict=True)])
+        step = with_room(step, known.room_bytes)
         if planning.optimizer is None or known.optimizers:
             alive = tuple(found for each in known.optimizers or () if (found := each()) is not None)
             step = with_optimizer(step, assumed_optimizer or alive or None)

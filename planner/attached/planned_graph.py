@@ -216,8 +216,7 @@ class PlannedGraph:
             left_bytes = (each.plan.budget_bytes or 0) - each.plan.resident_bytes - each.saved_bytes
             before_bytes = each.room_bytes
             each.room_bytes = max(net_bytes, left_bytes + excess_bytes)
-            each.is_lean = (each.planner is None or not each.planner.can_leave_room(each.loss)
-                            or each.room_bytes <= before_bytes)
+            each.is_lean = each.planner is None or each.room_bytes <= before_bytes
         return bool(others)
 
     def serves(self, known: Known) -> bool:

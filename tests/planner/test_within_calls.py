@@ -99,6 +99,35 @@ def test_calls_that_hold_memory_at_once_share_the_budget(budget, rows):
     assert (status.steps, status.planned_steps, status.calls) == (STEPS, STEPS, 2 * STEPS)
 
 
+def narrowing() -> nn.Module:
+    """Layers whose schedule of the smallest peak saves far more than their input."""
+    torch.manual_seed(0)
+    return nn.Sequential(*[layer for wide, narrow in [(8, 128), (128, 64), (64, 32)] for layer in (
+        nn.Linear(wide, narrow), nn.BatchNorm1d(narrow), nn.ReLU(inplace=True))])
+
+
+@pytest.mark.slow
+def test_calls_save_less_than_their_smallest_peak_would_have_them():
+    def triplets(net: nn.Module) -> Callable[[], torch.Tensor]:
+        optimizer = sgd(net)
+
+        def step() -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = F.triplet_margin_loss(*(net(torch.randn(1024, 8)) for _ in range(3)))
+            loss.backward()
+            optimizer.step()
+            return loss.detach()
+
+        return step
+
+    losses, peaks = run(narrowing(), triplets)
+    net = planner.within(narrowing(), "65%")
+    found, measured = run(net, triplets)
+    assert found == losses
+    assert max(measured[2:]) <= planner.plan_of(net).budget_bytes < 0.67 * max(peaks)
+    assert planner.status(net).planned_steps == STEPS
+
+
 @pytest.mark.parametrize("zero_grad", ["before backward", "last"])
 def test_gradients_count_where_a_backward_begins(zero_grad):
     losses, peaks = run(layers(), in_order(zero_grad))
