@@ -36,7 +36,7 @@ from planner._apply.symbolic_code import SizedCode
 from planner._graph_capture.dynamo.blocks import repeated_blocks
 from planner._graph_capture.dynamo.distinct_inputs import with_distinct_tensors
 from planner._graph_capture.dynamo.traced_code import TracedCode
-from planner._graph_capture.model_state import Dice, remembered_state
+from planner._graph_capture.model_state import remembered_state
 from planner._graph_capture.module_forward import (
     Forward,
     call_forward,
@@ -44,6 +44,7 @@ from planner._graph_capture.module_forward import (
     in_place_of_forwards,
     own_forward,
 )
+from planner._graph_capture.random_state import Dice
 from planner._graph_capture.torch_compat import (
     as_plain_code,
     called_unseen,

@@ -35,7 +35,7 @@ from planner._graph_capture.joint_graph.pipeline import (
     lower_joint_graph,
 )
 from planner._graph_capture.joint_graph.replay import is_random
-from planner._graph_capture.model_state import TorchState
+from planner._graph_capture.random_state import TorchState
 from planner._graph_capture.torch_compat import (
     Branch,
     OpOverload,

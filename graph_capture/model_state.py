@@ -1,101 +1,74 @@
-"""State that a call of a model changes in addition to gradients: random state and buffers.
+"""State that a call of a model changes in addition to gradients: random state, buffers, and
+parameters that the model's code writes (the moving average of an encoder).
 
-Blind spots: other state that the model's code changes (a counter of its own); generators of the
-user's.
+Blind spots: other state that the model's code changes (a counter of its own); parameters that only
+a later call writes; those of `graph_capture.random_state`.
 """
 
 from __future__ import annotations
 
-import contextlib
-import random
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
+from typing import Any
+from weakref import WeakKeyDictionary
 
-import numpy
 import torch
 from torch import nn
 
+from planner._graph_capture.random_state import remembered_random_state
+from planner._graph_capture.torch_compat import storage_key
+
+_PLAIN = (torch.Tensor, nn.Parameter)
+_written = WeakKeyDictionary[nn.Module, set[str]]()
+"""Names of the parameters that calls of a model were seen to write."""
+
 
 def remembered_state(model: nn.Module) -> Callable[[], None]:
-    """A function that restores the current random state and buffers."""
-    buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
-    restore_random = remembered_random_state(model)
+    """A function that restores the current random state, buffers, and parameters that calls are
+    known to write."""
+    return ModelState(model).restore
 
-    def restore() -> None:
+
+class ModelState:
+    """The state of a model at some moment."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._places: list[tuple[dict[str, Any], str, torch.Tensor]] = [
+            (holder, name, tensor) for module in model.modules()
+            for holder in (module._parameters, module._buffers)
+            for name, tensor in holder.items() if tensor is not None]
+        self._data = [(tensor, tensor.data) for _, _, tensor in self._places
+                      if type(tensor) in _PLAIN and tensor.layout is torch.strided]
+        self._names = {storage_key(parameter): name for name, parameter in model.named_parameters()
+                       if type(parameter) in _PLAIN and parameter.layout is torch.strided}
+        self._values = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+        self._restore_random = remembered_random_state(model)
+        for name, parameter in model.named_parameters():
+            if name in _written.get(model, ()):
+                self._values.append((parameter, parameter.detach().clone()))
+
+    def note_writes(self, written: Iterable[torch.Tensor]) -> None:
+        """Remember the parameters among these tensors, which are about to be written, for this
+        moment and for later calls."""
+        for tensor in written:
+            name = self._names.pop(storage_key(tensor), None) if type(tensor) in _PLAIN else None
+            known = _written.setdefault(self._model, set())
+            if name is not None and name not in known:
+                known.add(name)
+                parameter = self._model.get_parameter(name)
+                self._values.append((parameter, parameter.detach().clone()))
+
+    def restore(self) -> None:
+        """Restore it."""
+        for holder, name, tensor in self._places:
+            if holder.get(name) is not tensor:
+                holder[name] = tensor
+        for tensor, data in self._data:
+            if storage_key(tensor) != storage_key(data):
+                tensor.data = data
         with torch.no_grad():
-            for buffer, before in buffers:
+            for tensor, before in self._values:
                 # An earlier call may have saved it: autograd counts what is written to it.
-                if buffer.layout is not torch.strided or not torch.equal(buffer, before):
-                    buffer.copy_(before)
-        restore_random()
-
-    return restore
-
-
-class Dice:
-    """State of the random generators of Python and NumPy."""
-
-    def __init__(self) -> None:
-        self._python, self._numpy = random.getstate(), numpy.random.get_state()
-        self.were_thrown = False
-        """True if `again` has seen the generators used."""
-
-    @contextlib.contextmanager
-    def again(self) -> Iterator[None]:
-        """Inside, the generators give what they gave from that moment on; behind it, they are where
-        they are now."""
-        now = Dice()
-        self.put_back()
-        try:
-            yield
-        finally:
-            self.were_thrown |= not self._is_now()
-            now.put_back()
-
-    def put_back(self) -> None:
-        """Have the generators where they were at that moment."""
-        random.setstate(self._python)
-        numpy.random.set_state(self._numpy)
-
-    def _is_now(self) -> bool:
-        (kind, keys, *places), (kind_now, keys_now, *places_now) = (
-            self._numpy, numpy.random.get_state())
-        return (random.getstate() == self._python and kind == kind_now and places == places_now
-                and numpy.array_equal(keys, keys_now))
-
-
-class TorchState:
-    """State of torch's random generators, on the CPU and the GPUs of some tensors, and autocast."""
-
-    def __init__(self, tensors: Iterable[object]) -> None:
-        self._cpu = torch.get_rng_state().numpy().copy()  # a tensor would be taken for the loop's
-        gpus = {each.device for each in tensors if isinstance(each, torch.Tensor) and each.is_cuda}
-        self._gpus = [(device, torch.cuda.get_rng_state(device)) for device in gpus]
-        self._autocast = [(kind, torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda")
-                          if torch.is_autocast_enabled(kind)]
-
-    @contextlib.contextmanager
-    def again(self) -> Iterator[None]:
-        """Inside, all of that is as it was at that moment."""
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(torch.random.fork_rng([device for device, _ in self._gpus]))
-            self.put_back()
-            for kind, dtype in self._autocast:
-                stack.enter_context(torch.autocast(kind, dtype))
-            yield
-
-    def put_back(self) -> None:
-        """Have the generators where they were at that moment."""
-        torch.set_rng_state(torch.from_numpy(self._cpu))
-        for device, state in self._gpus:
-            torch.cuda.set_rng_state(state, device)
-
-
-def remembered_random_state(model: nn.Module) -> Callable[[], None]:
-    """A function that puts the random state of Python, NumPy and torch back to what it is now."""
-    states = Dice(), TorchState(model.parameters())
-
-    def restore() -> None:
-        for state in states:
-            state.put_back()
-
-    return restore
+                if tensor.layout is not torch.strided or not torch.equal(tensor, before):
+                    tensor.copy_(before)
+        self._restore_random()

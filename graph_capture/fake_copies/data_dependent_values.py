@@ -2,8 +2,8 @@
 
 Code that branches on a value (`if x.sum() > 0`), logs one (`x.max().item()`), or selects by values
 (`x[x > 0]`, `nonzero`) cannot be traced without data.  One call without gradients, which needs
-little memory, gives the values and the sizes of selections.  Random state and buffers are restored
-afterwards, so that the next call asks for the same values.
+little memory, gives the values and the sizes of selections.  Random state, buffers, and parameters
+that the code writes are restored afterwards, so that the next call asks for the same values.
 
 Blind spots: those of `graph_capture.model_state`; a value read without the dispatcher (`tolist`) is
 not seen, and is 0 in the capture unless the tensor is an input of integers.
@@ -11,7 +11,7 @@ not seen, and is 0 in the capture unless the tensor is an input of integers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -24,9 +24,10 @@ from planner._graph_capture.fake_copies.storage_less import (
     assigns_by_mask,
     makes_size_by_values,
 )
-from planner._graph_capture.model_state import remembered_state
+from planner._graph_capture.model_state import ModelState
 from planner._graph_capture.torch_compat import (
     NoStaticShape,
+    OpOverload,
     TorchDispatchMode,
     UnsupportedOperatorException,
     pytree,
@@ -63,12 +64,13 @@ def failure(error: BaseException) -> str:
 def data_dependent_values(model: nn.Module, call: Callable[[], object]) -> tuple[Answer, ...]:
     """The values that `call`, which calls the model, asks for, in order.  A result whose size
     depends on values is a meta tensor."""
-    recorder, restore = ValueRecorder(), remembered_state(model)
+    state = ModelState(model)
+    recorder = ValueRecorder(state.note_writes)
     try:
         with torch.no_grad(), recorder:
             call()
     finally:
-        restore()
+        state.restore()
     return tuple(recorder.values)
 
 
@@ -81,12 +83,17 @@ def decides_by_values(answers: tuple[Answer, ...] | None) -> bool:
 class ValueRecorder(TorchDispatchMode):
     """Records the values that code asks for, in order."""
 
-    def __init__(self) -> None:
+    def __init__(self, note_writes: Callable[[Iterable[torch.Tensor]], None] | None = None
+                 ) -> None:
+        """`note_writes`: called with the tensors that an op writes, before it does."""
         super().__init__()
         self.values: list[Answer] = []
+        self._note_writes = note_writes
 
     def __torch_dispatch__(self, func: Any, types: Collection[type], args: tuple[Any, ...] = (),
                            kwargs: Mapping[str, Any] | None = None) -> Any:
+        if self._note_writes is not None:
+            self._note_writes(_written(func, args, kwargs or {}))
         out = func(*args, **(kwargs or {}))
         if func in VALUE_OPS:
             self.values.append(Answer.of(func, args, out))
@@ -96,6 +103,15 @@ class ValueRecorder(TorchDispatchMode):
             selected = torch.ops.aten.index.Tensor(out, args[1])
             self.values.append(Answer.of(func, args, _on_meta(selected)))
         return out
+
+
+def _written(func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+             ) -> list[torch.Tensor]:
+    """The tensors that an op writes."""
+    arguments = schema_of(func).arguments
+    values = {**dict(zip([each.name for each in arguments], args, strict=False)), **kwargs}
+    return [leaf for each in arguments if each.alias_info is not None and each.alias_info.is_write
+            for leaf in pytree.tree_leaves(values.get(each.name)) if isinstance(leaf, torch.Tensor)]
 
 
 def _on_meta(result: Any) -> Any:

@@ -40,8 +40,8 @@ from planner._graph_capture.errors import CaptureError
 from planner._graph_capture.fake_copies.skipped_blocks import SkippedBlocks, running_skipped
 from planner._graph_capture.memory.allocator import allocated_bytes
 from planner._graph_capture.memory.sparse import strided_tensors
-from planner._graph_capture.model_state import Dice
 from planner._graph_capture.module_forward import rebound, take_down
+from planner._graph_capture.random_state import Dice
 from planner._graph_capture.torch_compat import (
     FakeTensor,
     FakeTensorMode,

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.autograd.graph import get_gradient_edge
 
-from planner._graph_capture.model_state import TorchState
+from planner._graph_capture.random_state import TorchState
 from planner._graph_capture.torch_compat.compilation import region_nodes
 
 _Gradients = Sequence[torch.Tensor | None]

@@ -41,7 +41,7 @@ from planner._apply.errors import PlanMismatch
 from planner._apply.planned_forward import can_be_pickled
 from planner._apply.symbolic_code import SizesNotPlanned, SymbolicCallable
 from planner._graph_capture.errors import CaptureError
-from planner._graph_capture.model_state import remembered_random_state, remembered_state
+from planner._graph_capture.model_state import remembered_state
 from planner._graph_capture.module_forward import Forward, in_place_of_forward
 from planner._graph_capture.plain_step.loss import Until
 from planner._graph_capture.plain_step.observed_loss import (
@@ -52,6 +52,7 @@ from planner._graph_capture.plain_step.observed_loss import (
     watch_output,
     without_watches,
 )
+from planner._graph_capture.random_state import remembered_random_state
 from planner._graph_capture.step.symbolic_region import NamedDimensions
 from planner._graph_capture.torch_compat import (
     marked_dimensions,

@@ -152,3 +152,61 @@ def test_another_path_may_give_gradients_to_other_outputs_of_a_region():
     for mine, theirs in zip(net.parameters(), plain.parameters(), strict=True):
         assert torch.allclose(mine.grad, theirs.grad, rtol=1e-5, atol=1e-7)
     assert planner.steps_of(net).planned == 3
+
+
+class Momentum(nn.Module):
+    """An encoder with a moving average and a queue of what that has computed, all of which the
+    forward updates."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.how = how
+        self.encoder = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 16))
+        self.average = copy.deepcopy(self.encoder).requires_grad_(False)
+        self.queue = nn.Buffer(torch.randn(64, 16))
+        self.place = nn.Buffer(torch.zeros(1, dtype=torch.long))
+
+    @torch.no_grad()
+    def _update(self) -> None:
+        for mine, other in zip(self.average.parameters(), self.encoder.parameters(), strict=True):
+            if self.how == "assigned":
+                mine.data = mine.data * 0.5 + other.data * 0.5
+            else:
+                mine.data.mul_(0.5).add_(other.data, alpha=0.5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found = self.encoder(x)
+        with torch.no_grad():
+            self._update()
+            wanted = self.average(x)
+        self._enqueue(wanted)
+        return (found - wanted).square().mean()
+
+    @torch.no_grad()
+    def _enqueue(self, keys: torch.Tensor) -> None:
+        place = int(self.place)
+        self.queue[place:place + len(keys)] = keys
+        self.place[0] = (place + len(keys)) % 64
+
+
+@pytest.mark.parametrize("how", ["in place"])
+def test_what_the_forward_writes_is_written_once(how):
+    def train(model: nn.Module) -> list[float]:
+        optimizer = torch.optim.SGD(model.encoder.parameters(), lr=0.1)
+        losses = []
+        for seed in range(3):
+            torch.manual_seed(seed)
+            optimizer.zero_grad()
+            loss = model(torch.randn(16, 32))
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        return losses
+
+    plain, model = Momentum(how), planner.within(Momentum(how), "1MB")
+    assert train(model) == train(plain)
+    trained = model.state_dict()
+    for name, value in plain.state_dict().items():
+        assert torch.equal(trained[name], value), name
+    assert planner.status(model).planned_steps == 3
