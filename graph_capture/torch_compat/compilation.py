@@ -34,6 +34,7 @@ from torch._dynamo.eval_frame import (
 from torch._dynamo.exc import BackendCompilerFailed as BackendCompilerFailed
 from torch._dynamo.exc import TorchDynamoException as TorchDynamoException
 from torch._dynamo.exc import unimplemented
+from torch._dynamo.output_graph import OutputGraph
 from torch._dynamo.symbolic_convert import InstructionTranslatorBase
 from torch._dynamo.types import FrameAction, FrameExecStrategy
 from torch._dynamo.variables.lists import TupleVariable
@@ -121,6 +122,8 @@ def compile_settings(*, donated_buffers: bool = False) -> Iterator[None]:
       turn; torch would run all of the code as it is written.
     - The graph breaks where a value that requires a gradient is assigned by a mask: its backward
       selects, and the size of a selection depends on values.
+    - The graph breaks where a tensor is given other data (`tensor.data = other`), which AOTAutograd
+      cannot do after the graph has run.
     - NumPy's random numbers are NumPy's: the graph breaks where they are drawn, in place of drawing
       from torch's.
     - Code in which there was nothing to capture when it first ran is examined again when it runs
@@ -153,6 +156,7 @@ def compile_settings(*, donated_buffers: bool = False) -> Iterator[None]:
         ),
         mock.patch.object(InstructionTranslatorBase, "maybe_has_backedge", _ends_at_break),
         mock.patch.object(TensorVariable, "method___setitem__", _assign),
+        mock.patch.object(OutputGraph, "create_proxy", _create_proxy),
         # Dynamo can break inside of an iteration over a tuple, but not over the values of a dict.
         mock.patch.object(nn.ModuleList, "__iter__", _over_tuple),
         mock.patch.object(nn.Sequential, "__iter__", _over_tuple),
@@ -192,6 +196,18 @@ def _assign(tensor: Any, translator: Any, key: Any, value: Any) -> Any:
         unimplemented(gb_type="Assignment by a mask", context="", hints=[], explanation=(
             "The backward selects by the mask, and the size of a selection depends on values."))
     return _plain_assign(tensor, translator, key, value)
+
+
+_plain_create_proxy = OutputGraph.create_proxy
+_GIVE_OTHER_DATA = {"set_", "shallow_copy_data_"}  # the second from torch 2.15 on
+
+
+def _create_proxy(graph: Any, kind: str, target: Any, *args: Any, **kwargs: Any) -> Any:
+    """Dynamo's new op of the graph."""
+    if (target if isinstance(target, str) else getattr(target, "__name__", "")) in _GIVE_OTHER_DATA:
+        unimplemented(gb_type="Assignment of a tensor's data", context="", hints=[], explanation=(
+            "AOTAutograd updates inputs after the graph has run, by copying into them."))
+    return _plain_create_proxy(graph, kind, target, *args, **kwargs)
 
 
 _LOG_METHODS = frozenset({

@@ -39,6 +39,7 @@ REQUIRED: dict[str, tuple[str, ...]] = {
         *_of("torch._dynamo.exc", "BackendCompilerFailed", "TorchDynamoException"),
         "torch._dynamo.exc.unimplemented(gb_type=, context=, explanation=, hints=)",
         "torch._dynamo.lookup_backend(name)",
+        "torch._dynamo.output_graph.OutputGraph.create_proxy",
         "torch._dynamo.symbolic_convert.InstructionTranslatorBase.maybe_has_backedge(self)",
         "torch._dynamo.variables.lists.TupleVariable",
         "torch._dynamo.variables.tensor.TensorVariable",

@@ -190,7 +190,7 @@ class Momentum(nn.Module):
         self.place[0] = (place + len(keys)) % 64
 
 
-@pytest.mark.parametrize("how", ["in place"])
+@pytest.mark.parametrize("how", ["assigned", "in place"])
 def test_what_the_forward_writes_is_written_once(how):
     def train(model: nn.Module) -> list[float]:
         optimizer = torch.optim.SGD(model.encoder.parameters(), lr=0.1)
