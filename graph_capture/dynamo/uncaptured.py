@@ -25,6 +25,7 @@ import torch
 
 from planner._graph_capture.fake_copies.fake import FakeCopy
 from planner._graph_capture.memory.tracker import MemoryTracker, Workspace
+from planner._graph_capture.torch_compat import storage_key, written_tensors
 from planner._graph_capture.training_graph import BufferKind
 
 
@@ -65,6 +66,8 @@ class UncapturedCode:
     gradients_released: Mapping[tuple[int, int], int]
     """(call, index of a primal) -> the last gap in which its gradient was alive, unless it lived to
     the end of the step."""
+    written: frozenset[tuple[int, int]] = frozenset()
+    """(call, index of a primal) that other code writes between forward and backward of the call."""
 
     def makes_nothing_after(self, call: int) -> bool:
         """True if no code between the forward of a call and the backward makes a tensor."""
@@ -95,6 +98,9 @@ class GapTracker(MemoryTracker):
         self._outputs: dict[tuple[int, int], int | None] = {}
         self._gradients: dict[tuple[int, int], int | None] = {}
         self._watched: list[weakref.ref[torch.UntypedStorage]] = []
+        self._readers: dict[int, list[tuple[weakref.ref[torch.UntypedStorage], int, int]]] = {}
+        # key of a storage, which may be reused -> calls and their primals
+        self._written = set[tuple[int, int]]()
 
     @property
     def made_any(self) -> bool:
@@ -106,6 +112,10 @@ class GapTracker(MemoryTracker):
         call, self.calls = self.calls, self.calls + 1
         self._before_forward[call] = self._gap
         self._link(self._inputs, call, inputs)
+        for position, tensor in enumerate(inputs):
+            if isinstance(tensor, torch.Tensor):
+                self._readers.setdefault(storage_key(tensor), []).append(
+                    (weakref.ref(tensor.untyped_storage()), call, position))
         self._paused = True
         return call
 
@@ -170,12 +180,18 @@ class GapTracker(MemoryTracker):
             storages, tuple(workspace), dict(self._before_forward), self._last_of_loss,
             dict(self._before_backward), by_index(self._inputs), by_index(self._cotangents),
             dict(self._outputs),
-            {key: gap for key, gap in self._gradients.items() if gap is not None})
+            {key: gap for key, gap in self._gradients.items() if gap is not None},
+            frozenset(self._written))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (),
                            kwargs: Mapping[str, Any] | None = None) -> Any:
         if self._paused:
             return func(*args, **(kwargs or {}))
+        for tensor in written_tensors(func, args, kwargs or {}):
+            self._written |= {
+                (call, position) for storage, call, position
+                in self._readers.get(storage_key(tensor), ())
+                if storage() is not None and call not in self._before_backward}
         return super().__torch_dispatch__(func, types, args, kwargs)
 
     def _next_gap(self) -> None:

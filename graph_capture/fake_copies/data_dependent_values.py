@@ -27,11 +27,11 @@ from planner._graph_capture.fake_copies.storage_less import (
 from planner._graph_capture.model_state import ModelState
 from planner._graph_capture.torch_compat import (
     NoStaticShape,
-    OpOverload,
     TorchDispatchMode,
     UnsupportedOperatorException,
     pytree,
     schema_of,
+    written_tensors,
 )
 from planner._graph_capture.user_code import place_of
 
@@ -93,7 +93,7 @@ class ValueRecorder(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Collection[type], args: tuple[Any, ...] = (),
                            kwargs: Mapping[str, Any] | None = None) -> Any:
         if self._note_writes is not None:
-            self._note_writes(_written(func, args, kwargs or {}))
+            self._note_writes(written_tensors(func, args, kwargs or {}))
         out = func(*args, **(kwargs or {}))
         if func in VALUE_OPS:
             self.values.append(Answer.of(func, args, out))
@@ -103,15 +103,6 @@ class ValueRecorder(TorchDispatchMode):
             selected = torch.ops.aten.index.Tensor(out, args[1])
             self.values.append(Answer.of(func, args, _on_meta(selected)))
         return out
-
-
-def _written(func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-             ) -> list[torch.Tensor]:
-    """The tensors that an op writes."""
-    arguments = schema_of(func).arguments
-    values = {**dict(zip([each.name for each in arguments], args, strict=False)), **kwargs}
-    return [leaf for each in arguments if each.alias_info is not None and each.alias_info.is_write
-            for leaf in pytree.tree_leaves(values.get(each.name)) if isinstance(leaf, torch.Tensor)]
 
 
 def _on_meta(result: Any) -> Any:

@@ -48,6 +48,7 @@ from planner._graph_capture.torch_compat import (
     schema_of,
     storage_at,
     storage_key,
+    written_tensors,
 )
 from planner._graph_capture.torch_compat.dispatch import as_composed, may_copy
 
@@ -259,15 +260,9 @@ class StorageLessMode(TorchDispatchMode):
 
     def _note_overwritten(self, func: OpOverload, args: tuple[Any, ...],
                           kwargs: Mapping[str, Any]) -> None:
-        if not schema_of(func).is_mutable:
-            return
-        for position, argument in enumerate(schema_of(func).arguments):
-            if argument.alias_info is None or not argument.alias_info.is_write:
-                continue
-            value = args[position] if position < len(args) else kwargs.get(argument.name)
-            for tensor in pytree.tree_leaves(value):
-                if isinstance(tensor, torch.Tensor) and self._known(tensor):
-                    self._overwritten[storage_key(tensor)] = weakref.ref(tensor.untyped_storage())
+        for tensor in written_tensors(func, args, kwargs):
+            if self._known(tensor):
+                self._overwritten[storage_key(tensor)] = weakref.ref(tensor.untyped_storage())
 
     def _run_if_small(self, func: OpOverload, args: tuple[Any, ...],
                       kwargs: Mapping[str, Any]) -> Any:

@@ -408,7 +408,8 @@ class _Assembly:
         inputs = [self.index[number, storage] for storage in op.inputs]
         inputs += self._inputs_from_elsewhere(number, op.node)
         cost = self.cost_of(op.node)
-        pinned = op.replay.pinned or (RUNS_SEVERAL_TIMES if use.repeated else "")
+        pinned = op.replay.pinned or (RUNS_SEVERAL_TIMES if use.repeated else "") or (
+            "reads what other code writes later" if self._reads_written(number, op.node) else "")
         if op.phase is Phase.FORWARD and not pinned and self.pinned_by_user(op.module, op.target):
             pinned = KEPT_BY_USER
         self.ops.append(TrainingOp(
@@ -421,6 +422,15 @@ class _Assembly:
                 self.index[number, storage] for storage in op.inplace),
             replay_state_bytes=op.replay.state_bytes(self.device), digest=op.digest,
             result=op.result))
+
+    def _reads_written(self, number: int, node: fx.Node) -> bool:
+        """True if other code writes an input that the op reads; the region's own updates, which
+        `joint_graph.replay` knows, do not count."""
+        joint = self.uses[number].lowered.joint
+        return self.uncaptured is not None and any(
+            (number, primal) in self.uncaptured.written
+            and primal not in joint.mutations.values()
+            for primal in self.uses[number].lowered.primals_read_by(node))
 
     def _inputs_from_elsewhere(self, number: int, node: fx.Node) -> list[int]:
         """Buffers of other regions, or of uncaptured code, that the op reads."""

@@ -8,7 +8,7 @@ import logging
 import sys
 import types
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any
 from unittest import mock
@@ -56,6 +56,17 @@ eliminate_common_subexpressions = fx_graph_cse
 def schema_of(op: OpOverload) -> torch.FunctionSchema:
     """An op's arguments, results and mutations."""
     return op._schema
+
+
+def written_tensors(op: object, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+                    ) -> list[torch.Tensor]:
+    """The tensors among an op's arguments that it writes."""
+    if not isinstance(op, OpOverload) or not schema_of(op).is_mutable:
+        return []
+    arguments = schema_of(op).arguments
+    values = {**dict(zip([each.name for each in arguments], args, strict=False)), **kwargs}
+    return [leaf for each in arguments if each.alias_info is not None and each.alias_info.is_write
+            for leaf in pytree.tree_leaves(values.get(each.name)) if isinstance(leaf, torch.Tensor)]
 
 
 def aten_name(op: OpOverload) -> str:
