@@ -112,8 +112,6 @@ def _with_loss(graph: TrainingGraph, seen: ObservedLoss) -> TrainingGraph:
         graph.resident, inputs_bytes=graph.resident.inputs_bytes + seen.held_bytes))
 
 
-
-
 def _with_room(graph: TrainingGraph, room_bytes: int) -> TrainingGraph:
     start = graph.index_of[LOSS_BACKWARD]
     op = graph.ops[start]

@@ -92,6 +92,47 @@ def test_what_the_code_of_capture_does_not_serve_is_traced_again(change):
     assert planner.status(model).planned_steps == 4
 
 
+def test_an_applied_plan_runs_the_code_of_planning():
+    plain = Wide()
+    model = copy.deepcopy(plain)
+    counters["stats"].clear()
+    plan = planner.plan(model, torch.randn(900, 8), budget="75%")
+    planned = plan.apply(model)
+    for mine, theirs in zip(train(planned, 3), train(plain, 3), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-6, atol=1e-7)
+    assert counters["stats"]["unique_graphs"] == 1
+    assert planner.steps_of(planned).planned == 3
+
+
+def double(module: nn.Module, args: object, output: torch.Tensor) -> torch.Tensor:
+    return 2 * output
+
+
+@pytest.mark.parametrize("change", ["hook", "attribute", "frozen layer"])
+def test_a_model_changed_since_it_was_planned_does_not_run_that_code(change):
+    model = Wide()
+    plan = planner.plan(model, torch.randn(900, 8), budget="75%")
+    if change == "hook":
+        model.second.register_forward_hook(double)
+    elif change == "attribute":
+        model.third = nn.Sequential(model.third)
+    else:
+        model.second.requires_grad_(False)
+    with pytest.raises(planner.PlanMismatch):
+        train(plan.apply(model), 1)
+
+
+def test_the_code_of_another_plan_is_not_taken_for_this_one():
+    plain = Wide()
+    model = copy.deepcopy(plain)
+    plan = planner.plan(model, torch.randn(900, 8), budget="75%")
+    planner.plan(model.eval(), torch.randn(700, 8))
+    planned = plan.apply(model.train())
+    for mine, theirs in zip(train(planned, 2), train(plain, 2), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-6, atol=1e-7)
+    assert planner.steps_of(planned).planned == 2
+
+
 def test_the_peak_under_an_exchanged_schedule_is_the_predicted_one():
     model = planner.within(Wide(), "75%", hold_output=True)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
