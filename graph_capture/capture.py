@@ -210,8 +210,8 @@ class SymbolicStep:
     def of(cls, region: SymbolicRegion, outputs: tuple[ModelOutput, ...],
            dimensions: NamedDimensions, inputs: Mapping[str, torch.Tensor]) -> SymbolicStep:
         """The step of a call with these inputs, by name."""
-        found = {name: {place: size for place, size in places.items() if size in region.smallest}
-                 for name, places in dimensions.items()}
+        found = {name: {place: region.same[size] for place, size in places.items()
+                        if size in region.same} for name, places in dimensions.items()}
         sizes = {size: inputs[name].size(place) for name, places in found.items()
                  for place, size in places.items()}
         return cls(region, region.values_at(sizes), outputs, found, input_bytes(found, inputs))

@@ -66,6 +66,9 @@ class SymbolicRegion:
     cotangents: tuple[bool, ...]
     names: Mapping[Any, str]
     """Name of each symbol."""
+    same: Mapping[str, str]
+    """For each named size that varies, the one among `names` that the model's code takes to be
+    equal: the length of a mask is that of the tokens."""
     smallest: Mapping[str, int]
     """The smallest value of each named size that the graph serves."""
 
@@ -106,8 +109,10 @@ class SymbolicRegion:
         for each in sizes.symbols:
             symbol, name = found[each]
             smallest[name] = max(smallest.get(name, 0), smallest_value(symbol))
+        same = {name: found[expression][1] for name, symbol in symbols
+                if (expression := expression_of(symbol)) in sizes.symbols}
         return cls(variants, sizes, tuple(names), tuple(cotangents),
-                   {each: found[each][1] for each in sizes.symbols}, smallest)
+                   {each: found[each][1] for each in sizes.symbols}, same, smallest)
 
     def serves(self, values: Values) -> bool:
         """True if the graph is that of calls where the symbols have these values."""

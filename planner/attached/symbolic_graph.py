@@ -108,10 +108,11 @@ class SymbolicGraph(PlannedGraph):
         for name, sizes in call.sizes.items():
             places = self.code.dimensions.get(name, {})
             for place, (mine, theirs) in enumerate(zip(sizes, larger.sizes[name], strict=True)):
-                if mine > theirs or (mine < theirs and places.get(place) not in region.smallest):
+                if mine > theirs or (mine < theirs and places.get(place) not in region.same):
                     return False
-        serves: bool = region.serves(region.values_at(self._named(larger.sizes)))
-        return serves
+        named = self._named(larger.sizes)
+        return (all(named[size] == named[other] for size, other in region.same.items())
+                and region.serves(region.values_at(named)))
 
     @property
     def loss_planner(self) -> GraphPlanner | None:

@@ -185,3 +185,33 @@ def test_another_symbol_is_planned_for_the_largest_sizes_so_far():
     train_attending(model, [(8, 64), (8, 48), (3, 20), (5, 60), (8, 63)])
     assert symbolic_of(model).code.compilations == 2
     assert planner.status(model).plans == 3
+
+
+class Masked(nn.Module):
+    """Layers on the tokens that a mask leaves; the mask is as long as the tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(50, 32)
+        self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(6))
+
+    def forward(self, tokens: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        hidden = self.embed(tokens)
+        for layer in self.layers:
+            hidden = hidden + torch.tanh(layer(hidden)) * mask[..., None]
+        return hidden.square().mean()
+
+
+@pytest.mark.slow
+def test_sizes_that_are_always_equal_are_planned_for_the_largest_so_far():
+    model = planner.within(Masked(), "75%")
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    budgets = []
+    for batch, length in ((16, 64), (12, 48), (14, 56), (16, 64)):
+        model(tokens(batch, length), torch.ones(batch, length)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        budgets.append(planner.plan_of(model).budget_bytes)
+    assert budgets[1] == budgets[2] == budgets[3]
+    assert planner.status(model).plans == 2
+    assert planner.plan_of(model).ranges == {"tokens_0": (2, 16), "tokens_1": (2, 64)}
