@@ -365,13 +365,7 @@ class PlanBackend(OutputWatcher):
         """Code that is called in the place of a graph, `module`; `compiled`: runs it."""
 
         def call(*args: Any) -> Any:
-            for branch in branches:
-                if not branch.holds(args):
-                    raise PlanMismatch(
-                        "the model's code decides by the values of its inputs "
-                        f"({branch.place}), and goes another way than in the step that was "
-                        f"planned, where the answer was {branch.taken}. Make a plan for these "
-                        "inputs, or use planner.within(model, ...), which does")
+            check_branches(branches, args)
             self.has_run = True
             self.has_begun |= not leaves_no_trace
             # Such gradients are computed again of the graph as it is written.
@@ -473,6 +467,21 @@ class PlanBackend(OutputWatcher):
             return None
         return (f"{difference}, and with these inputs a tensor takes {larger[1]:,} bytes where the "
                 f"plan has {larger[0]:,}: a plan serves inputs up to the size it was made with")
+
+
+class OtherBranch(PlanMismatch):
+    """The model's code decides by values, and goes another way than the graph."""
+
+
+def check_branches(branches: Sequence[Branch], args: Sequence[Any]) -> None:
+    """Raise `OtherBranch` if the model's code goes another way with these inputs of a graph."""
+    for branch in branches:
+        if not branch.holds(args):
+            raise OtherBranch(
+                f"the model's code decides by the values of its inputs ({branch.place}), and goes "
+                f"another way than in the step that was planned, where the answer was "
+                f"{branch.taken}. Make a plan for these inputs, or use planner.within(model, ...), "
+                "which does")
 
 
 def refuse_double_backward() -> None:

@@ -23,7 +23,13 @@ from planner._apply.call_signature import input_tensors
 from planner._apply.errors import PlanMismatch
 from planner._apply.exchangeable import ScheduledGraphs, boxed_callable
 from planner._apply.outputs import OutputWatcher, places_to_watch, watch
-from planner._apply.plan_backend import checked_backward, different_op, refuse_double_backward
+from planner._apply.plan_backend import (
+    OtherBranch,
+    check_branches,
+    checked_backward,
+    different_op,
+    refuse_double_backward,
+)
 from planner._apply.planned_code import CompiledCode
 from planner._apply.rewrite import rewrite
 from planner._apply.rewrite_spec import RewriteSpec, SymbolicSizes
@@ -38,6 +44,7 @@ from planner._graph_capture.module_forward import Forward
 from planner._graph_capture.output_tensors import output_tensors
 from planner._graph_capture.step.symbolic_region import SymbolicRegion
 from planner._graph_capture.torch_compat import (
+    branches_of,
     compile_forward,
     differentiate_again,
     pass_absent_gradients,
@@ -49,6 +56,8 @@ _MOST_SIZES = 1024
 """Of how many sizes a graph remembers which schedule serves them."""
 _MOST_SCHEDULES = 8
 """Schedules that a graph keeps."""
+_MOST_PATHS = 8
+"""Paths of the model's code, decided by values of its inputs, that are traced."""
 _SIZES_PER_TRIM = 8
 """New sizes after which freed memory is given back to the system."""
 
@@ -159,6 +168,7 @@ class SymbolicBackend(OutputWatcher):
         """Values that the graph has returned in a trial."""
 
     def __call__(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        branches = branches_of(module)
         self.compilations += 1
         model = self._model()
         assert model is not None  # it is being called
@@ -182,6 +192,7 @@ class SymbolicBackend(OutputWatcher):
         def call(*args: Any) -> Any:
             if self.planned_runs:
                 raise PlanMismatch("the model's graph breaks with symbolic sizes")
+            check_branches(branches, args)
             outputs = compiled(*args)
             self.has_run = self.has_begun = True
             self.planned_runs += target is not None
@@ -211,13 +222,27 @@ class SymbolicCode(CompiledCode):
         a trial raises `PlanMismatch` where it does not."""
         backend = SymbolicBackend(model, cotangents)
         super().__init__(type(model).__name__, backend)
+        self._paths = [self._compiled]
+        """What is compiled of each path; that of the last call comes first."""
         self._returns_in_order = returns_in_order
         self._tensors_of, self._symbolic = tensors_of, backend
 
     def call_block(self, block: str, module: nn.Module, own: Forward | None, /, *args: Any,
                    **kwargs: Any) -> Any:
-        """Call the model."""
-        output = super().call_block(block, module, own, *args, **kwargs)
+        """Call the model.  Where its code decides by values of its inputs, each path is compiled by
+        itself, as Dynamo has no guards on values."""
+        known = len(self._paths)
+        for tried in range(known + 1):
+            try:
+                output = super().call_block(block, module, own, *args, **kwargs)
+                break
+            except OtherBranch:
+                if tried == _MOST_PATHS - 1:
+                    raise
+                self._paths.append(self._paths.pop(0))
+            if tried == known - 1:
+                self._paths.insert(0, {})
+            self._compiled = self._paths[0]
         returned, self._symbolic.returned = self._symbolic.returned, ()
         if self._returns_in_order and self.is_trial and [*map(id, returned)] != [
                 *map(id, output_tensors(output))]:

@@ -23,13 +23,14 @@ import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from planner._graph_capture.torch_compat.memory import (
     is_traceable_wrapper_subclass,
     no_active_modes,
 )
 from planner._graph_capture.torch_compat.requirements import require
+from planner._graph_capture.torch_compat.symbols import expression_of, function_of
 
 require(__name__)
 
@@ -66,9 +67,12 @@ class Branch:
     """A condition on the inputs of a graph, which holds where the graph is the step's."""
 
     graph: fx.GraphModule
-    """Makes of some inputs the value that the model's code asked for."""
+    """Makes of some inputs, and of sizes, the value that the model's code asked for."""
     inputs: tuple[int, ...]
     """Positions of these inputs."""
+    sizes: tuple[tuple[int, int | None], ...]
+    """Position of an input and its dimension, for each size that is a symbol; `None`: the input is
+    the size."""
     taken: bool
     """The value that the code went on with."""
     place: str
@@ -77,7 +81,10 @@ class Branch:
     def holds(self, args: Sequence[Any]) -> bool:
         """True if the code would go on with these inputs of the graph as the graph does."""
         with torch.no_grad():
-            return bool(self.graph(*(args[position] for position in self.inputs))) is self.taken
+            return bool(self.graph(
+                *(args[position] for position in self.inputs),
+                *(args[position] if place is None else args[position].size(place)
+                  for position, place in self.sizes))) is self.taken
 
 
 def may_be_known(tensor: torch.Tensor) -> bool:
@@ -218,17 +225,21 @@ def _answer(translator: Any, value: TensorVariable) -> bool | None:
     part = _part_behind(node)
     if part is None:
         return None
-    graph, inputs = part
-    values = []
-    for placeholder in inputs:
+    values: list[Any] = []
+    for placeholder in part.inputs:
         given = placeholder.meta["grapharg"].example
         known = _values.get().get(id(given))
         if known is None or not may_be_known(known):
             return None
         values.append(known)
+    givers = _givers(node.graph)
+    for symbol in part.sizes:
+        if symbol not in givers:
+            return None
+        values.append(givers[symbol].size.node.hint)
     with no_active_modes(), torch.no_grad():
         before = torch.get_rng_state()
-        answer = bool(graph(*values))
+        answer = bool(part.graph(*values))
         if not torch.equal(before, torch.get_rng_state()):
             torch.set_rng_state(before)
             return None
@@ -244,19 +255,55 @@ def branches_of(module: fx.GraphModule) -> tuple[Branch, ...]:
     found = []
     for node in module.graph.nodes:
         part = _part_behind(node) if _MARK in node.meta else None
-        if part is not None and part[1]:
-            graph, inputs = part
-            found.append(Branch(graph, tuple(positions[each] for each in inputs),
-                                *node.meta[_MARK]))
+        if part is not None and (part.inputs or part.sizes):
+            givers = _givers(module.graph)
+            found.append(Branch(
+                part.graph, tuple(positions[each] for each in part.inputs),
+                tuple((positions[giver.input], giver.place)
+                      for giver in map(givers.__getitem__, part.sizes)), *node.meta[_MARK]))
     return tuple(found)
 
 
-def _part_behind(last: fx.Node) -> tuple[fx.GraphModule, list[fx.Node]] | None:
-    """Graph that makes a value of inputs, and these inputs; `None` where running it by itself
-    might change them, or reads anything else."""
+class _Giver(NamedTuple):
+    """An input of a graph that gives a symbol."""
+
+    input: fx.Node
+    place: int | None
+    """The dimension that is the symbol; `None`: the input is."""
+    size: torch.SymInt
+
+
+def _givers(graph: fx.Graph) -> dict[Any, _Giver]:
+    """Which input gives each symbol."""
+    found: dict[Any, _Giver] = {}
+    for node in graph.find_nodes(op="placeholder"):
+        value = node.meta.get("example_value")
+        sizes = ([(None, value)] if isinstance(value, torch.SymInt)
+                 else enumerate(value.shape) if isinstance(value, torch.Tensor) else [])
+        for place, size in sizes:
+            if isinstance(size, torch.SymInt):
+                found.setdefault(expression_of(size), _Giver(node, place, size))
+    return found
+
+
+class _Part(NamedTuple):
+    """The part of a graph that makes one value."""
+
+    graph: fx.GraphModule
+    """Takes the inputs and then the sizes."""
+    inputs: list[fx.Node]
+    sizes: list[Any]
+    """The symbols in what it reads of sizes."""
+
+
+def _part_behind(last: fx.Node) -> _Part | None:
+    """The part that makes a value of inputs; `None` where running it by itself might change them,
+    or reads anything else.  What a size is the size of is no part of it."""
     needed, waiting = {last}, [last]
     while waiting:
         node = waiting.pop()
+        if isinstance(node.meta.get("example_value"), torch.SymInt):
+            continue
         if node.op not in ("placeholder", "call_function", "call_method"):
             return None
         if any(map(_may_write, (node, *node.users))):
@@ -265,16 +312,23 @@ def _part_behind(last: fx.Node) -> tuple[fx.GraphModule, list[fx.Node]] | None:
             if source not in needed:
                 needed.add(source)
                 waiting.append(source)
+    ordered = [node for node in last.graph.nodes if node in needed]
+    sizes = {node: node.meta["example_value"] for node in ordered
+             if isinstance(node.meta.get("example_value"), torch.SymInt)}
+    symbols = sorted({symbol for size in sizes.values()
+                      for symbol in expression_of(size).free_symbols}, key=str)
+    inputs = [node for node in ordered if node.op == "placeholder" and node not in sizes]
     graph = fx.Graph()
-    copies: dict[fx.Node, fx.Node] = {}
-    inputs = []
-    for node in last.graph.nodes:
-        if node in needed:
+    copies = {node: graph.node_copy(node) for node in inputs}
+    given = [graph.placeholder(f"size_{place}") for place in range(len(symbols))]
+    for node in ordered:
+        if node in sizes:
+            copies[node] = graph.call_function(
+                function_of(expression_of(sizes[node]), symbols), tuple(given))
+        elif node not in copies:
             copies[node] = graph.node_copy(node, copies.__getitem__)
-            if node.op == "placeholder":
-                inputs.append(node)
     graph.output(copies[last])
-    return fx.GraphModule({}, graph), inputs
+    return _Part(fx.GraphModule({}, graph), inputs, symbols)
 
 
 def _may_write(node: fx.Node) -> bool:

@@ -83,6 +83,19 @@ def test_a_step_that_takes_another_branch_is_refused_and_within_plans_it():
     assert planner.steps_of(within).unplanned == 0
 
 
+def test_a_plan_for_many_sizes_refuses_another_branch():
+    model, full = Asking(), batch()
+    plan = planner.plan(model, full, dynamic={"x": {0: "rows"}, "mask": {0: "rows"}})
+    applied = plan.apply(model)
+    half = {name: value[:4] for name, value in full.items()}
+    for inputs in (full, half):
+        with pytest.raises(PlanMismatch, match="first difference"):
+            gradients(applied, batch(3))
+        for mine, plain in zip(gradients(applied, inputs), gradients(Asking(), inputs),
+                               strict=True):
+            assert torch.equal(mine, plain)
+
+
 @pytest.mark.parametrize("regions", ["model", "blocks"])
 def test_inputs_without_values_are_taken_for_ones(regions):
     meta = {name: value.to("meta") for name, value in batch().items()}

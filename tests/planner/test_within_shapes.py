@@ -215,3 +215,44 @@ def test_sizes_that_are_always_equal_are_planned_for_the_largest_so_far():
     assert budgets[1] == budgets[2] == budgets[3]
     assert planner.status(model).plans == 2
     assert planner.plan_of(model).ranges == {"tokens_0": (2, 16), "tokens_1": (2, 64)}
+
+
+class Skipping(Masked):
+    """Uses the mask only where it leaves something out, and positions only where they are not as
+    usual."""
+
+    def forward(self, tokens: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        hidden = self.embed(tokens)
+        usual = torch.arange(hidden.shape[1]).diff()
+        if not (usual == 1).all():
+            hidden = hidden.cos()
+        if not mask.all():
+            hidden = hidden * mask[..., None]
+        for layer in self.layers:
+            hidden = hidden + torch.tanh(layer(hidden))
+        return hidden.square().mean()
+
+
+def padded(length: int) -> tuple[torch.Tensor, torch.Tensor]:
+    mask = torch.ones(16, length)
+    mask[1, length // 2:] = 0
+    return tokens(16, length), mask.long()
+
+
+@pytest.mark.slow
+def test_paths_that_values_of_inputs_decide_are_traced_once_each():
+    torch.manual_seed(0)
+    plain = Skipping()
+    model = planner.within(copy.deepcopy(plain), "80%")
+    whole = [(tokens(16, length), torch.ones(16, length).long()) for length in (64, 48, 40, 30)]
+    for batch in (*whole[:3], padded(40), padded(50), whole[3], padded(64), whole[0]):
+        for each in (plain, model):
+            each.zero_grad()
+            each(*batch).backward()
+        for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+            assert torch.equal(mine.grad, theirs.grad)
+    code = symbolic_of(model).code
+    assert code.compilations == 2
+    assert not any("cos" in op.name or "diff" in op.name for graph in code.graphs
+                   for op in graph.region.variants[False].ops)
+    assert planner.status(model).planned_steps == 8
