@@ -3,9 +3,9 @@
 The model of the world: code that asks whether it is being compiled takes other ways then, and so
 calls other kernels: transformers builds attention masks that it otherwise leaves out, and repeats
 grouped keys.  Such code is told that it is not.  What it then asks of tensors (`if mask.all()`) is
-worked out at once where it follows from the call's integers, which are few and known before the
-step; the graph goes on as the answer says, and holds a mark from which `branches_of` makes a
-condition.  Whoever runs the graph checks the conditions first.
+worked out at once where it follows from the call's integers and sizes, which are few and known
+before the step; the graph goes on as the answer says, and holds a mark from which `branches_of`
+makes a condition.  Whoever runs the graph checks the conditions first.
 
 Such code may also mind the limits of the tracer.  Where what it does then cannot be traced, the
 frame is traced again, and that code is told the truth.
