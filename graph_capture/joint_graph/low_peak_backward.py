@@ -82,7 +82,8 @@ def _worth_copying(whole: torch.Tensor, last_read: Mapping[fx.Node, int]) -> lis
         late = users[count:]
         if (all(_is_alias(user) and isinstance(user.meta["val"], torch.Tensor) for user in late)
                 and last_read[late[0]] - last_read[users[count - 1]] >= _LEAST_OPS
-                and sum(part.meta["val"].nbytes for part in late)
+                and sum(part.numel() * part.element_size()
+                        for part in (user.meta["val"] for user in late))
                 <= _LARGEST_SHARE * whole.untyped_storage().nbytes()):
             return late
     return []

@@ -256,3 +256,30 @@ def test_paths_that_values_of_inputs_decide_are_traced_once_each():
     assert not any("cos" in op.name or "diff" in op.name for graph in code.graphs
                    for op in graph.region.variants[False].ops)
     assert planner.status(model).planned_steps == 8
+
+
+class Placed(nn.Module):
+    """A class token before the rows of an image, with places that are resized to it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patches = nn.Conv2d(3, 16, 4, 4)
+        self.first = nn.Parameter(torch.randn(1, 1, 16))
+        self.places = nn.Parameter(torch.randn(1, 17, 16))
+
+    def forward(self, image: torch.Tensor) -> torch.Tensor:
+        found = self.patches(image)
+        rows = torch.cat([self.first.expand(image.shape[0], -1, -1), found.flatten(2).mT], 1)
+        grid = self.places[:, 1:].reshape(1, 4, 4, 16).permute(0, 3, 1, 2)
+        grid = nn.functional.interpolate(grid, size=found.shape[2:], mode="bicubic")
+        grid = grid.permute(0, 2, 3, 1).reshape(1, -1, 16)
+        return torch.tanh(rows + torch.cat([self.places[:, :1], grid], 1)).square().mean()
+
+
+@pytest.mark.slow
+def test_images_of_other_sizes_with_resized_places_are_captured_with_symbols():
+    model = planner.within(Placed(), "95%")
+    for size in (32, 48, 40):
+        model(torch.randn(8, 3, size, size)).backward()
+        model.zero_grad()
+    assert symbolic_of(model).has_run
