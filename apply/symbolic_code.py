@@ -231,18 +231,18 @@ class SymbolicCode(CompiledCode):
                    **kwargs: Any) -> Any:
         """Call the model.  Where its code decides by values of its inputs, each path is compiled by
         itself, as Dynamo has no guards on values."""
-        known = len(self._paths)
-        for tried in range(known + 1):
+        paths = [*self._paths]
+        if len(paths) < _MOST_PATHS:
+            paths.append({})
+        for path in paths:
+            self._compiled = path
+            self._paths = [path, *(other for other in self._paths if other is not path)]
             try:
                 output = super().call_block(block, module, own, *args, **kwargs)
                 break
             except OtherBranch:
-                if tried == _MOST_PATHS - 1:
+                if path is paths[-1]:
                     raise
-                self._paths.append(self._paths.pop(0))
-            if tried == known - 1:
-                self._paths.insert(0, {})
-            self._compiled = self._paths[0]
         returned, self._symbolic.returned = self._symbolic.returned, ()
         if self._returns_in_order and self.is_trial and [*map(id, returned)] != [
                 *map(id, output_tensors(output))]:

@@ -165,22 +165,20 @@ def plan_step(model: nn.Module, inputs: object, limit: Budget | None, planning: 
             return agreed(lambda: plan_within(prepared, limit_bytes, effort), prepared,
                           limit_bytes, effort)
 
-        try:
-            with told_in_percent(limit, prepared.plain_bytes):
-                try:
-                    made = within(limit_bytes)
-                except InfeasibleBudget as refusal:
-                    if prepared.parallel is not None or on_refusal is not None:
-                        raise
+        with told_in_percent(limit, prepared.plain_bytes):
+            try:
+                made = within(limit_bytes)
+            except InfeasibleBudget as refusal:
+                if on_refusal is not None:
+                    on_refusal(refusal)
+                    made = within(refusal.minimum_bytes)
+                elif prepared.parallel is not None:
+                    raise
+                else:
                     raise with_alternatives(
                         refusal, planning, prepared, lambda wider: lowered(replace(
                             step, variants=(step.variants[0], *step.chunked(MOST_CHUNKS))), wider),
                     ) from None
-        except InfeasibleBudget as refusal:
-            if on_refusal is None:
-                raise
-            on_refusal(refusal)
-            made = within(refusal.minimum_bytes)
         report.conclude(f": {summarize(made)}")
         keep_code(unwrapped(model), step.code)
         return made
@@ -258,7 +256,7 @@ def _captured(model: nn.Module, inputs: object, planning: Planning, progress: Pr
     symbolic = None if trace is None or trace.step is None else trace.step.at(
         input_tensors(model, own_forward(model), args, kwargs))
     step = capture_call(model, args, kwargs, planning, progress, symbolic=symbolic,
-                        keeps_code=keeps_code and symbolic is None)
+                        keeps_code=keeps_code)
     dynamic = planning.dynamic if trace is None else None if trace.step else trace.dimensions
     if dynamic:
         try:

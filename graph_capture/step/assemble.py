@@ -426,11 +426,12 @@ class _Assembly:
     def _reads_written(self, number: int, node: fx.Node) -> bool:
         """True if other code writes an input that the op reads; the region's own updates, which
         `joint_graph.replay` knows, do not count."""
-        joint = self.uses[number].lowered.joint
-        return self.uncaptured is not None and any(
-            (number, primal) in self.uncaptured.written
-            and primal not in joint.mutations.values()
-            for primal in self.uses[number].lowered.primals_read_by(node))
+        if self.uncaptured is None or not self.uncaptured.written:
+            return False
+        lowered = self.uses[number].lowered
+        return any((number, primal) in self.uncaptured.written
+                   and primal not in lowered.joint.mutations.values()
+                   for primal in lowered.primals_read_by(node))
 
     def _inputs_from_elsewhere(self, number: int, node: fx.Node) -> list[int]:
         """Buffers of other regions, or of uncaptured code, that the op reads."""

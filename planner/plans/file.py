@@ -146,17 +146,16 @@ _MARKUP = re.compile(r"\[/[^\[\]]*\]")
 
 def check_values(document: object, name: str) -> None:
     """Raise `PlanFileError` for a number, text or nesting that no plan contains, at any depth."""
-    pending: list[tuple[Any, list[str | int]]] = [(document, [])]
+    pending: list[tuple[Any, list[str | int]]] = []
+    if isinstance(document, dict | list | tuple):  # anything else is refused as a document
+        pending.append((document, []))
     while pending:
         value, steps = pending.pop()
-        is_object = isinstance(value, dict)
-        if not is_object and not isinstance(value, list | tuple):
-            continue  # the whole document, which is refused as such
         if len(steps) >= _DEEPEST and value:
             raise PlanFileError(f"{name} is no plan: it is nested deeper than {_DEEPEST} levels; "
                                 "plan again and save to a new file")
-        for key, each in value.items() if is_object else enumerate(value):
-            if is_object and isinstance(key, str) and (words := _why_no_text(key)):
+        for key, each in value.items() if isinstance(value, dict) else enumerate(value):
+            if isinstance(key, str) and (words := _why_no_text(key)):
                 raise PlanFileError(_expected(name, words, steps, key))
             if isinstance(each, str):
                 if words := _why_no_text(each):
