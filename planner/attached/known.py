@@ -184,7 +184,7 @@ class GraphPlanner:
             if not self.has_control_flow or self.chose_blocks:
                 try:
                     self._step = capture(symbolic=self._symbolic, code=kept,
-                                         keeps_code=self._symbolic is None and self.is_alone)
+                                         keeps_code=self._symbolic is None)
                 except DataDependentValue:
                     if self.chose_blocks:
                         raise

@@ -82,8 +82,7 @@ class PlannedGraph:
         if isinstance(earlier, PlannedCode | PlannedBlocks) and earlier.exchange(plan.sized_spec):
             return
         planner = self.planner
-        may_exchange = (planner is not None and is_exchangeable(plan.spec)
-                        and (planner.is_alone or not plan.spec.blocks))
+        may_exchange = planner is not None and is_exchangeable(plan.spec)
         self.code = code = code_of(
             module, plan.sized_spec, may_exchange=may_exchange,
             traced=planner.take_code() if planner is not None and may_exchange else None)
