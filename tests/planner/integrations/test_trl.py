@@ -56,7 +56,7 @@ def train(loop: MeasuredLoop, budget: int | None, *, folder: Path, **settings: A
 def test_a_loss_of_what_is_beside_the_loss(tmp_path, monkeypatch):
     # As narrow as the vocabulary is small.
     monkeypatch.setattr("trl.trainer.utils._CHUNKED_LOGPROB_CHUNK_SIZE", 64)
-    trial = Trial.of(lambda: gpt2(layers=2, width=32, vocab=VOCAB).model,
+    trial = Trial.of(lambda: gpt2(layers=1, width=32, vocab=VOCAB).model,
                      partial(train, folder=tmp_path), 0.7)
     trial.check(steps=3)
     trial.check_equal()
