@@ -29,13 +29,13 @@ from tests.support.inductor import (
     measured_peak,
     step,
 )
-from tests.support.models import gpt2
+from tests.support.loss_head import few_chunks  # noqa: F401 - a fixture
+from tests.support.models import causal_model, gpt2
 from tests.support.offloading import with_link
 
 RANKS = {
     "one": None,
     "ddp": planner.DataParallel("ddp", 2),
-    "fsdp2": planner.DataParallel("fsdp2", 2, units=("transformer.h.*",)),
 }
 
 
@@ -95,11 +95,11 @@ def test_such_a_plan_stays_within_its_bound_where_it_runs():
     assert measured + plan.resident_bytes <= plan.peak_bytes <= plan.budget_bytes
 
 
-def for_h100(ranks, budget, **arguments):
+def for_h100(ranks, budget):
     case = gpt2(layers=2, batch=4, seq=64, width=64, vocab=512)
     return planner.plan(
         case.model, case.inputs, budget=budget, backend="inductor", device="cuda", gpu="H100",
-        time_limit=5, parallel=RANKS[ranks], hold_output=False, **arguments)
+        time_limit=5, parallel=RANKS[ranks], hold_output=False)
 
 
 @needs_compiler
@@ -133,8 +133,17 @@ def test_planned_for_a_gpu_that_is_not_here(ranks):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("few_chunks")
 def test_less_than_the_bound_needs_chunks():
+    case = causal_model(batch=4, width=32, vocab=1024)
+
+    def plan(budget, **arguments):
+        return planner.plan(
+            case.model, case.inputs, budget=budget, backend="inductor", device="cuda", gpu="H100",
+            parallel=planner.DataParallel("fsdp2", 2, units=("blocks.*",)), hold_output=False,
+            **arguments)
+
     with pytest.raises(planner.InfeasibleBudget, match="upper bound") as refusal:
-        for_h100("fsdp2", "20%")
-    chunked = for_h100("fsdp2", int(refusal.value.minimum_bytes * 0.9), allow="chunk")
+        plan("20%")
+    chunked = plan(int(refusal.value.minimum_bytes * 0.9), allow="chunk")
     assert chunked.spec.chunks > 1 and chunked.peak_bytes <= chunked.budget_bytes
