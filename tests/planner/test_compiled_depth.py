@@ -7,7 +7,6 @@ from collections import Counter
 from dataclasses import replace
 
 import pytest
-import torch
 
 from planner._graph_capture.torch_compat import inductor
 from planner._graph_capture.training_graph import Phase

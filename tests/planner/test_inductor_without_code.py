@@ -14,6 +14,7 @@ from torch import nn
 import planner
 from planner._apply import host_store
 from planner.api import capture
+from planner.arguments import planning
 from planner.plans.file import dumps, loads
 from planner.search.compiled_search import CompiledSearch
 from planner.search.planning import plan_within
@@ -29,8 +30,7 @@ from tests.support.inductor import (
     measured_peak,
     step,
 )
-from tests.support.loss_head import few_chunks  # noqa: F401 - a fixture
-from tests.support.models import causal_model, gpt2
+from tests.support.models import gpt2
 from tests.support.offloading import with_link
 
 RANKS = {
@@ -133,15 +133,15 @@ def test_planned_for_a_gpu_that_is_not_here(ranks):
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("few_chunks")
-def test_less_than_the_bound_needs_chunks():
-    case = causal_model(batch=4, width=32, vocab=1024)
+def test_less_than_the_bound_needs_chunks(monkeypatch):
+    monkeypatch.setattr(planning, "CHUNKS_OF", ((16, 4),))  # each is a whole graph
+    case = gpt2(layers=1, batch=4, seq=64, width=64, vocab=512)
 
     def plan(budget, **arguments):
         return planner.plan(
             case.model, case.inputs, budget=budget, backend="inductor", device="cuda", gpu="H100",
-            parallel=planner.DataParallel("fsdp2", 2, units=("blocks.*",)), hold_output=False,
-            **arguments)
+            parallel=planner.DataParallel("fsdp2", 2, units=("transformer.h.*",)), time_limit=5,
+            hold_output=False, **arguments)
 
     with pytest.raises(planner.InfeasibleBudget, match="upper bound") as refusal:
         plan("20%")
