@@ -37,10 +37,10 @@ def plan_at(step: PreparedStep, share: float) -> planner.Plan:
 @pytest.mark.parametrize(("name", "size"), [
     pytest.param("language_model", {"layers": 3}, marks=pytest.mark.compat),
     pytest.param("gpt2", {"layers": 2}, marks=pytest.mark.slow),
-    pytest.param("lora", {"layers": 3}, marks=pytest.mark.slow),
+    pytest.param("lora", {"layers": 2}, marks=pytest.mark.slow),
     pytest.param("autocast", {"layers": 2}, marks=pytest.mark.slow),
     pytest.param("block_twice", {"layers": 2}, marks=pytest.mark.slow),
-    pytest.param("resnet", {"image": 32}, marks=pytest.mark.slow),
+    pytest.param("resnet", {"stages": 2, "image": 32}, marks=pytest.mark.slow),
 ])
 def test_a_step_by_blocks_gives_the_same_numbers_within_its_budget(name, size):
     case = BUILDERS[name](**size)
@@ -75,7 +75,7 @@ class BrokenLoop(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(BrokenBlock(64) for _ in range(4))
+        self.blocks = nn.ModuleList(BrokenBlock(64) for _ in range(3))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for block in self.blocks:
@@ -88,9 +88,9 @@ def test_a_graph_break_in_a_loop_is_planned_by_blocks():
     torch.manual_seed(0)
     case = Case(BrokenLoop(), (torch.randn(256, 64),), None)
     step, plain = capture(case.model, case.inputs), reference(case)
-    assert any("4 blocks are compiled one by one" in note for note in step.base.graph.notes)
+    assert any("3 blocks are compiled one by one" in note for note in step.base.graph.notes)
     whole = capture(case.model, case.inputs, regions="model")
-    assert any("3 regions share code" in note for note in whole.base.graph.notes)
+    assert any("2 regions share code" in note for note in whole.base.graph.notes)
     plan = plan_at(step, 0.6)
     assert plan.budget_bytes < plan_at(whole, 0.6).peak_bytes
     model = plan.apply(case.model)

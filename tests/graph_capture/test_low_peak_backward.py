@@ -122,7 +122,7 @@ def test_poolings_read_a_gradient_for_the_shape_of_their_input():
 @pytest.mark.slow
 def test_the_low_peak_step_fits_where_the_other_cannot(tmp_path):
     """Held when measured, from a file, with gradients equal to the last bit."""
-    case = channels_last(unet(batch=4, width=16))
+    case = channels_last(unet(image=32, width=16, depth=1))
     step = captured(case)
     floor = working_set_floor(step.base.problem)
     low_peak = step.variants[1]
@@ -171,7 +171,7 @@ def test_the_cheaper_form_is_taken_and_the_bound_holds_for_both():
 
 @pytest.mark.slow
 def test_a_budget_that_no_form_meets_is_refused_with_the_smaller_minimum():
-    step = captured(channels_last(unet(image=32)))
+    step = captured(channels_last(unet(image=32, depth=1)))
     floors = [working_set_floor(variant.problem) for variant in step.variants]
     net = min(floors) - 1
     nearest, refused = cheapest(step.variants, net, Effort(time_limit=1.0))
@@ -186,9 +186,9 @@ def test_a_budget_that_no_form_meets_is_refused_with_the_smaller_minimum():
 
 @pytest.mark.slow
 def test_the_frontier_has_plans_of_both_forms():
-    case = channels_last(unet(batch=4, width=16))
+    case = channels_last(unet(image=32, width=16, depth=1))
     curve = planner.frontier(case.model, case.inputs, loss_fn=case.loss_fn, points=5,
-                             time_limit=2.0)
+                             time_limit=1.0)
     assert {plan.spec.low_peak for plan in curve} == {True, False}
     plans = list(curve)
     assert [plan.overhead for plan in plans] == sorted(plan.overhead for plan in plans)
@@ -197,13 +197,13 @@ def test_the_frontier_has_plans_of_both_forms():
 
 @pytest.mark.slow
 def test_a_low_peak_plan_serves_smaller_images():
-    case = channels_last(unet(batch=4, width=16))
+    case = channels_last(unet(image=32, width=16, depth=1))
     step = captured(case)
     budget = step.resident_bytes + working_set_floor(step.base.problem)
     plan = plan_within(step, budget - 1, Effort(time_limit=3.0))
     assert plan.spec.low_peak
     model = plan.apply(case.model)
-    other = channels_last(unet(batch=2, width=16, image=32))
+    other = channels_last(unet(batch=1, width=16, image=16, depth=1))
     smaller = Case(case.model, other.args, other.loss_fn)
     assert train(model, smaller).differences(reference(smaller)) == []
     assert measured_peak(model, smaller) <= plan.peak_bytes - step.resident_bytes

@@ -9,6 +9,7 @@ from planner._graph_capture.joint_graph.pipeline import saved_by_default
 from planner.api import capture
 from tests.support.compiler import needs_compiler
 from tests.support.models import BUILDERS
+from tests.support.training import SIZES
 
 pytestmark = [pytest.mark.compat, needs_compiler]
 
@@ -33,6 +34,6 @@ def test_it_is_what_crosses_between_its_graphs(name, monkeypatch):
         return found
 
     monkeypatch.setattr("planner._graph_capture.joint_graph.pipeline.saved_by_default", compared)
-    case = BUILDERS[name]()
+    case = BUILDERS[name](**SIZES.get(name, {}))
     capture(case.model, case.inputs, loss_fn=case.loss_fn, backend="inductor")
     assert checked and all(checked)

@@ -10,10 +10,11 @@ import planner
 from tests.support.models import BUILDERS, Case
 
 SIZES = {name: {"layers": 1} for name in ("gpt2", "llama", "language_model")}
+SIZES["unet"] = {"depth": 1, "image": 32}
 
 
 def planned(case: Case, **options):
-    return planner.plan(case.model, case.inputs, loss_fn=case.loss_fn, time_limit=5, **options)
+    return planner.plan(case.model, case.inputs, loss_fn=case.loss_fn, time_limit=1, **options)
 
 
 def verified(case: Case, plan: planner.Plan) -> planner.Verification:

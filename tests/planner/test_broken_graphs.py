@@ -28,7 +28,7 @@ class InTwo(nn.Module):
     def __init__(self, width=64):
         super().__init__()
         torch.manual_seed(0)
-        self.first, self.second = (nn.Sequential(*(layer for _ in range(4) for layer in (
+        self.first, self.second = (nn.Sequential(*(layer for _ in range(2) for layer in (
             nn.Linear(width, 4 * width), nn.GELU(), nn.Dropout(0.1),
             nn.Linear(4 * width, width)))) for _ in range(2))
 

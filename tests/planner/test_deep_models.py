@@ -60,10 +60,10 @@ def assert_trains_alike(model: nn.Module, plain: nn.Module, lengths: list[int]) 
     return traced
 
 
-@pytest.mark.parametrize("layers", [3, pytest.param(6, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("layers", [3, pytest.param(5, marks=pytest.mark.slow)])
 def test_equal_blocks_are_traced_once_for_all_steps(layers):
     plain = model_of(layers)
-    model = planner.within(copy.deepcopy(plain), "80%")
+    model = planner.within(copy.deepcopy(plain), "80%", time_limit=1)
     traced = assert_trains_alike(model, plain, [16] * 4)
     assert 0 < traced[0] <= 3  # what stands before the blocks, a block, and what stands behind
     assert not any(traced[1:])
@@ -76,24 +76,24 @@ def test_equal_blocks_are_traced_once_for_all_steps(layers):
 
 @pytest.mark.slow
 def test_layers_that_drop_are_the_same():
-    plain = model_of(4, dropout=0.2)
-    model = planner.within(copy.deepcopy(plain), "70%")
+    plain = model_of(3, dropout=0.2)
+    model = planner.within(copy.deepcopy(plain), "70%", time_limit=1)
     assert_trains_alike(model, plain, [16] * 3)
     assert planner.status(model).planned_steps == 3
 
 
 @pytest.mark.slow
 def test_a_frozen_block_has_code_of_its_own():
-    plain = model_of(4)
+    plain = model_of(3)
     plain.blocks[0].requires_grad_(False)
     plain.embedding.requires_grad_(False)
-    model = planner.within(copy.deepcopy(plain), "95%")
+    model = planner.within(copy.deepcopy(plain), "95%", time_limit=1)
     assert_trains_alike(model, plain, [16] * 3)
     assert planner.status(model).planned_steps == 3
 
 
 def test_the_predicted_peak_is_the_measured_one():
-    model = planner.within(model_of(4), "75%")
+    model = planner.within(model_of(4), "75%", time_limit=1)
     optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
     batch = tokens(4, 16, 64)
 
@@ -114,16 +114,16 @@ def test_the_predicted_peak_is_the_measured_one():
 
 @pytest.mark.slow
 def test_fewer_blocks_and_the_named_whole_are_one_region():
-    for model in (planner.within(model_of(2), "95%"),
-                  planner.within(model_of(3), "95%", regions="model")):
+    for model in (planner.within(model_of(2), "95%", time_limit=1),
+                  planner.within(model_of(3), "95%", time_limit=1, regions="model")):
         model(tokens(4, 16, 64))["loss"].backward()
         assert not planner.plan_of(model).spec.blocks
 
 
 @pytest.mark.slow
 def test_another_length_takes_the_graph_of_the_whole_model_with_symbolic_sizes():
-    plain = model_of(4)
-    model = planner.within(copy.deepcopy(plain), "90%")
+    plain = model_of(3)
+    model = planner.within(copy.deepcopy(plain), "90%", time_limit=1)
     traced = assert_trains_alike(model, plain, [16, 16, 12, 14, 10, 16])
     assert traced[1:] == [0, 1, 0, 0, 0]
     symbolic, by_blocks = forward_override(model).graphs
@@ -144,7 +144,7 @@ class OtherOrder(Classifier):
 def test_a_graph_of_other_outputs_is_not_taken():
     torch.manual_seed(0)
     plain = OtherOrder(3, 32, 64, dropout=0.2)
-    model = planner.within(copy.deepcopy(plain), "95%")
+    model = planner.within(copy.deepcopy(plain), "95%", time_limit=1)
     assert_trains_alike(model, plain, [16, 16, 12, 12, 10])
     assert not any(isinstance(graph, SymbolicGraph) for graph in forward_override(model).graphs)
     assert planner.status(model).planned_steps == 5
@@ -152,17 +152,18 @@ def test_a_graph_of_other_outputs_is_not_taken():
 
 @pytest.mark.slow
 def test_where_no_plan_by_blocks_fits_the_model_is_one_region():
-    model, inputs = model_of(4), (tokens(4, 16, 64),)
+    model, inputs = model_of(3), (tokens(4, 16, 64),)
     least = []
     for regions in ("model", "blocks"):
         with pytest.raises(planner.InfeasibleBudget) as refusal:
             planner.plan(model, inputs, budget=1000, regions=regions, optimizer="sgd",
-                         hold_output=True)
+                         hold_output=True, time_limit=1)
         least.append(refusal.value.minimum_bytes)
     whole, by_blocks = least
     assert whole < by_blocks
     plain = copy.deepcopy(model)
-    planner.within(model, (whole + by_blocks) // 2, optimizer="sgd", hold_output=True)
+    planner.within(model, (whole + by_blocks) // 2, optimizer="sgd", hold_output=True,
+                   time_limit=1)
     for each in (model, plain):
         each(*inputs)["loss"].backward()
     for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):

@@ -30,7 +30,7 @@ BATCH, LENGTH, STEPS = 4, 64, 4
 
 
 def base() -> nn.Module:
-    return llama(width=64, seq=LENGTH).model
+    return llama(layers=1, width=64, seq=LENGTH).model
 
 
 def with_adapters(quantize: Callable[[nn.Linear], nn.Module] | None) -> nn.Module:

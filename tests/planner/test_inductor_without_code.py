@@ -14,6 +14,7 @@ from torch import nn
 import planner
 from planner._apply import host_store
 from planner.api import capture
+from planner.arguments import planning
 from planner.plans.file import dumps, loads
 from planner.search.compiled_search import CompiledSearch
 from planner.search.planning import plan_within
@@ -35,7 +36,6 @@ from tests.support.offloading import with_link
 RANKS = {
     "one": None,
     "ddp": planner.DataParallel("ddp", 2),
-    "fsdp2": planner.DataParallel("fsdp2", 2, units=("transformer.h.*",)),
 }
 
 
@@ -95,11 +95,11 @@ def test_such_a_plan_stays_within_its_bound_where_it_runs():
     assert measured + plan.resident_bytes <= plan.peak_bytes <= plan.budget_bytes
 
 
-def for_h100(ranks, budget, **arguments):
+def for_h100(ranks, budget):
     case = gpt2(layers=2, batch=4, seq=64, width=64, vocab=512)
     return planner.plan(
         case.model, case.inputs, budget=budget, backend="inductor", device="cuda", gpu="H100",
-        time_limit=5, parallel=RANKS[ranks], hold_output=False, **arguments)
+        time_limit=5, parallel=RANKS[ranks], hold_output=False)
 
 
 @needs_compiler
@@ -133,8 +133,17 @@ def test_planned_for_a_gpu_that_is_not_here(ranks):
 
 
 @pytest.mark.slow
-def test_less_than_the_bound_needs_chunks():
+def test_less_than_the_bound_needs_chunks(monkeypatch):
+    monkeypatch.setattr(planning, "CHUNKS_OF", ((16, 4),))  # each is a whole graph
+    case = gpt2(layers=1, batch=4, seq=64, width=64, vocab=512)
+
+    def plan(budget, **arguments):
+        return planner.plan(
+            case.model, case.inputs, budget=budget, backend="inductor", device="cuda", gpu="H100",
+            parallel=planner.DataParallel("fsdp2", 2, units=("transformer.h.*",)), time_limit=5,
+            hold_output=False, **arguments)
+
     with pytest.raises(planner.InfeasibleBudget, match="upper bound") as refusal:
-        for_h100("fsdp2", "20%")
-    chunked = for_h100("fsdp2", int(refusal.value.minimum_bytes * 0.9), allow="chunk")
+        plan("20%")
+    chunked = plan(int(refusal.value.minimum_bytes * 0.9), allow="chunk")
     assert chunked.spec.chunks > 1 and chunked.peak_bytes <= chunked.budget_bytes

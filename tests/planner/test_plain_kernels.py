@@ -33,7 +33,7 @@ DIFFER = {
 }
 """Why ops are more or fewer in the captured step than in the plain one."""
 
-SIZES = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 8, "vocab_size": 256,
+SIZES = {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 8, "vocab_size": 256,
          "intermediate_size": 128}
 GROUPED = {**SIZES, "num_key_value_heads": 1, "use_cache": False}
 PADDED = {"pad_token_id": 0, "bos_token_id": 0, "eos_token_id": 0, "decoder_start_token_id": 0}
@@ -43,16 +43,16 @@ def make(name: str) -> nn.Module:
     transformers = pytest.importorskip("transformers")
     kind, config, settings = {
         "gpt2": ("GPT2LMHeadModel", "GPT2Config", {
-            "n_layer": 2, "n_embd": 64, "n_head": 4, "vocab_size": 256, "n_positions": 64,
+            "n_layer": 1, "n_embd": 64, "n_head": 4, "vocab_size": 256, "n_positions": 64,
             "use_cache": False}),
         "llama": ("LlamaForCausalLM", "LlamaConfig", GROUPED),
         "mistral": ("MistralForCausalLM", "MistralConfig", {**GROUPED, "sliding_window": 8}),
         "bert": ("BertForMaskedLM", "BertConfig", {**SIZES, "max_position_embeddings": 64}),
         "t5": ("T5ForConditionalGeneration", "T5Config", {
-            "d_model": 64, "d_kv": 16, "d_ff": 128, "num_layers": 2, "num_heads": 4,
+            "d_model": 64, "d_kv": 16, "d_ff": 128, "num_layers": 1, "num_heads": 4,
             "vocab_size": 256, "use_cache": False, "decoder_start_token_id": 0}),
         "whisper": ("WhisperForConditionalGeneration", "WhisperConfig", {
-            "d_model": 64, "encoder_layers": 2, "decoder_layers": 2, "num_mel_bins": 8,
+            "d_model": 64, "encoder_layers": 1, "decoder_layers": 1, "num_mel_bins": 8,
             "encoder_attention_heads": 4, "decoder_attention_heads": 4, "encoder_ffn_dim": 128,
             "decoder_ffn_dim": 128, "vocab_size": 256, "max_source_positions": 16,
             "max_target_positions": 32, "use_cache": False, **PADDED}),

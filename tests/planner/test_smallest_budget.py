@@ -34,9 +34,9 @@ def _case(case: models.Case) -> PreparedStep:
 
 GRID = {
     "rrelu": _noisy,
-    "gpt2": lambda: _case(models.gpt2()),
-    "unet": lambda: _case(models.unet()),
-    "resnet": lambda: _case(models.resnet()),
+    "gpt2": lambda: _case(models.gpt2(layers=1)),
+    "unet": lambda: _case(models.unet(depth=1, image=32)),
+    "resnet": lambda: _case(models.resnet(stages=2, blocks=1, image=32)),
 }
 
 
@@ -46,7 +46,7 @@ def test_one_smallest_budget_whatever_is_asked(name: str) -> None:
     step = GRID[name]()
     refused: dict[int, int] = {}
     met: list[int] = []
-    for percent in (1, 30, 50, 60, 70):
+    for percent in (1, 50, 70):
         budget = percent * step.baseline_peak_bytes // 100
         try:
             met.append(plan_within(step, budget).peak_bytes)
@@ -67,7 +67,7 @@ def test_one_smallest_budget_whatever_is_asked(name: str) -> None:
 @pytest.mark.slow
 def test_a_refusal_speaks_in_percent_where_it_was_asked_so() -> None:
     torch.manual_seed(0)
-    model = nn.Sequential(*[nn.Sequential(nn.Linear(32, 32), nn.GELU()) for _ in range(4)])
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(32, 32), nn.GELU()) for _ in range(3)])
     inputs = torch.randn(128, 32)
     with pytest.raises(planner.InfeasibleBudget, match=r"^5% is .* of .*B; \d+% would do") as told:
         planner.plan(model, inputs, budget="5%", loss_fn=_square)
@@ -121,7 +121,7 @@ def test_ctrl_c_takes_the_best_plan_so_far() -> None:
 @pytest.mark.slow
 @pytest.mark.usefixtures("ctrl_c")
 def test_ctrl_c_before_anything_fits_ends_planning() -> None:
-    step = _case(models.gpt2())
+    step = _case(models.gpt2(layers=1))
 
     def interrupt(message: str) -> None:
         signal.raise_signal(signal.SIGINT)

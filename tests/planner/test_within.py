@@ -119,8 +119,8 @@ def test_what_is_given_is_counted_from_the_first_step_on():
 
 @pytest.mark.slow
 def test_the_loss_of_the_model_itself():
-    case = gpt2(layers=2, batch=4)
-    plain, net = copy.deepcopy(case.model), planner.within(case.model, "75%", time_limit=2)
+    case = gpt2(layers=1, batch=8)
+    plain, net = copy.deepcopy(case.model), planner.within(case.model, "75%", time_limit=1)
 
     def run(module: nn.Module) -> tuple[list[float], list[int]]:
         torch.manual_seed(3)
@@ -166,15 +166,15 @@ def test_gradients_of_earlier_micro_steps_count(given):
 @pytest.mark.slow
 def test_a_stream_of_shapes_is_planned_only_where_it_grows():
     rng = random.Random(0)
-    batches = [batch(rng.randint(1, 12), 8 * rng.randint(1, 4), seed) for seed in range(30)]
-    losses, peaks = train(model(2), batches)
+    batches = [batch(rng.randint(1, 12), 8 * rng.randint(1, 4), seed) for seed in range(20)]
+    losses, peaks = train(model(1), batches)
     budget = budget_of(peaks, 0.8)
-    net = planner.within(model(2), budget, time_limit=1)
+    net = planner.within(model(1), budget, time_limit=1)
     found, measured = train(net, batches)
     assert found == losses
     assert max(measured) <= budget
     standing = plans_of(net)
-    assert standing.steps.planned == 30
+    assert standing.steps.planned == 20
     assert len(standing.graphs) <= 8
 
 
@@ -288,8 +288,8 @@ def test_in_data_parallel_of_one_process():
                                          store=torch.distributed.HashStore())
     try:
         batches = [batch(seed=seed) for seed in range(2)]
-        plain, _ = train(nn.parallel.DistributedDataParallel(model()), batches)
-        net = nn.parallel.DistributedDataParallel(model())
+        plain, _ = train(nn.parallel.DistributedDataParallel(model(1)), batches)
+        net = nn.parallel.DistributedDataParallel(model(1))
         assert planner.within(net, "80%", time_limit=1) is net
         found, _ = train(net, batches)
         assert found == plain
@@ -318,7 +318,7 @@ def test_code_that_asks_for_values_is_planned_in_pieces():
     batches = [batch(seed=seed) for seed in range(3)]
     losses, peaks = train(Steered(), batches)
     budget = budget_of(peaks, 0.8)
-    net = planner.within(Steered(), budget, time_limit=2)
+    net = planner.within(Steered(), budget, time_limit=1)
     found, measured = train(net, batches)
     assert found == losses
     assert max(measured) <= budget
@@ -331,7 +331,7 @@ class Branching(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.body, self.extra = model(dropout=0.1), nn.Linear(VOCAB, VOCAB)
+        self.body, self.extra = model(1, dropout=0.1), nn.Linear(VOCAB, VOCAB)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         x = self.body(ids)
@@ -361,10 +361,10 @@ def test_a_wrapper_that_rebinds_forward_as_accelerate_does():
         return module
 
     batches = [batch(seed=seed) for seed in range(3)]
-    losses, peaks = train(wrap(model()), batches)
+    losses, peaks = train(wrap(model(1)), batches)
     budget = budget_of(peaks, 0.8)
-    before = planner.within(wrap(model()), budget, time_limit=2)
-    after = wrap(planner.within(model(), budget, time_limit=2))
+    before = planner.within(wrap(model(1)), budget, time_limit=1)
+    after = wrap(planner.within(model(1), budget, time_limit=1))
     for net in (before, after):
         found, measured = train(net, batches)
         assert found == pytest.approx(losses, rel=1e-2)

@@ -30,7 +30,7 @@ def symbolic_of(model: nn.Module) -> SymbolicGraph:
 def test_other_lengths_take_one_more_trace_and_the_gradients_of_the_plain_model():
     torch.manual_seed(0)
     plain = Attending()
-    model = planner.within(copy.deepcopy(plain), "70%")
+    model = planner.within(copy.deepcopy(plain), "70%", time_limit=1)
     for length in (64, 32, 48, 17, 63, 64):
         for each in (plain, model):
             each.zero_grad()
@@ -43,7 +43,7 @@ def test_other_lengths_take_one_more_trace_and_the_gradients_of_the_plain_model(
 
 @pytest.mark.slow
 def test_the_peak_at_other_lengths_is_as_evaluated():
-    model = planner.within(Attending(), "70%")
+    model = planner.within(Attending(), "70%", time_limit=1)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
 
     def step(batch: torch.Tensor) -> None:
@@ -69,7 +69,7 @@ def test_a_larger_size_that_does_not_fit_is_planned_without_a_trace():
     parameters = sum(each.nbytes for each in model.parameters())
     plain = planner.plan(model, (tokens(4, 96),), optimizer="sgd").baseline_peak_bytes
     limit = parameters + int(0.7 * (plain - parameters))
-    planner.within(model, limit)
+    planner.within(model, limit, time_limit=1)
     for length in (32, 48, 96, 96, 40):
         batch = tokens(4, length)
 
@@ -84,7 +84,8 @@ def test_a_larger_size_that_does_not_fit_is_planned_without_a_trace():
 
 
 def test_an_input_changed_before_the_backward_is_refused():
-    model = planner.within(nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8)), "95%")
+    model = planner.within(nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8)), "95%",
+                           time_limit=1)
     for rows in (120, 90):
         model(torch.randn(rows, 8)).sum().backward()
         loss = model(torch.randn(70, 8)).sum()
@@ -95,7 +96,8 @@ def test_an_input_changed_before_the_backward_is_refused():
 
 
 def test_a_backward_may_come_twice():
-    model = planner.within(nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8)), "95%")
+    model = planner.within(nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8)), "95%",
+                           time_limit=1)
     for rows in (120, 90):
         model(torch.randn(rows, 8)).sum().backward()
         model.zero_grad()
@@ -132,7 +134,7 @@ def train(model: nn.Module, lengths: list[tuple[int, ...]]) -> None:
 
 def test_two_calls_of_two_lengths_before_one_backward():
     plain = Encoder()
-    model = planner.within(copy.deepcopy(plain), "90%")
+    model = planner.within(copy.deepcopy(plain), "90%", time_limit=1)
     lengths = [(64, 48), (50, 60)]
     for each in (plain, model):
         train(each, lengths)
@@ -141,7 +143,7 @@ def test_two_calls_of_two_lengths_before_one_backward():
 
 
 def test_a_larger_size_is_planned_once_as_the_loss_is_known():
-    model = planner.within(Encoder(), "90%")
+    model = planner.within(Encoder(), "90%", time_limit=1)
     train(model, [(64,), (48,), (48,), (80,), (70,), (100,)])
     assert planner.status(model).plans == 4  # for 64 with fixed sizes; for 64, 80 and 100
 
@@ -151,7 +153,7 @@ def test_a_schedule_that_leaves_little_is_taken_at_larger_sizes(monkeypatch):
     search = known.plan_within
     monkeypatch.setattr(known, "plan_within",
                         lambda *args, **kwargs: (searches.append(args), search(*args, **kwargs))[1])
-    model = planner.within(Encoder(), "90%")
+    model = planner.within(Encoder(), "90%", time_limit=1)
     train(model, [(64,), (48,), (48,)])
     monkeypatch.setattr(known, "_LITTLE", 1.0)
     searches.clear()
@@ -175,13 +177,14 @@ def train_attending(model: nn.Module, shapes: list[tuple[int, int]]) -> list[int
 
 @pytest.mark.slow
 def test_a_percentage_that_a_last_batch_of_one_cannot_meet_is_one_of_the_largest_step():
-    budgets = train_attending(planner.within(Attending(), "75%"), [(8, 64), (8, 48), (1, 8)])
+    model = planner.within(Attending(), "75%", time_limit=1)
+    budgets = train_attending(model, [(8, 64), (8, 48), (1, 8)])
     assert budgets[1] == budgets[2]
 
 
 @pytest.mark.slow
 def test_another_symbol_is_planned_for_the_largest_sizes_so_far():
-    model = planner.within(Attending(), "75%")
+    model = planner.within(Attending(), "75%", time_limit=1)
     train_attending(model, [(8, 64), (8, 48), (3, 20), (5, 60), (8, 63)])
     assert symbolic_of(model).code.compilations == 2
     assert planner.status(model).plans == 3
@@ -193,7 +196,7 @@ class Masked(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embed = nn.Embedding(50, 32)
-        self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(6))
+        self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(4))
 
     def forward(self, tokens: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         hidden = self.embed(tokens)
@@ -204,7 +207,7 @@ class Masked(nn.Module):
 
 @pytest.mark.slow
 def test_sizes_that_are_always_equal_are_planned_for_the_largest_so_far():
-    model = planner.within(Masked(), "75%")
+    model = planner.within(Masked(), "75%", time_limit=1)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     budgets = []
     for batch, length in ((16, 64), (12, 48), (14, 56), (16, 64)):
@@ -243,7 +246,7 @@ def padded(length: int) -> tuple[torch.Tensor, torch.Tensor]:
 def test_paths_that_values_of_inputs_decide_are_traced_once_each():
     torch.manual_seed(0)
     plain = Skipping()
-    model = planner.within(copy.deepcopy(plain), "80%")
+    model = planner.within(copy.deepcopy(plain), "80%", time_limit=1)
     whole = [(tokens(16, length), torch.ones(16, length).long()) for length in (64, 48, 40, 30)]
     for batch in (*whole[:3], padded(40), padded(50), whole[3], padded(64), whole[0]):
         for each in (plain, model):
@@ -278,7 +281,7 @@ class Placed(nn.Module):
 
 @pytest.mark.slow
 def test_images_of_other_sizes_with_resized_places_are_captured_with_symbols():
-    model = planner.within(Placed(), "95%")
+    model = planner.within(Placed(), "95%", time_limit=1)
     for size in (32, 48, 40):
         model(torch.randn(8, 3, size, size)).backward()
         model.zero_grad()

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
 
+from planner import api
 from planner._graph_capture.memory.allocator import record_peak
+from planner.arguments import planning
 
 ALLOW = ("recompute", "chunk")
 VOCAB, WIDTH, BATCH, LENGTH = 700, 24, 3, 11
@@ -37,7 +40,7 @@ class Head(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.embed = nn.Embedding(VOCAB, WIDTH)
-        self.mix = nn.Linear(WIDTH, WIDTH)
+        self.mix: nn.Module = nn.Linear(WIDTH, WIDTH)
         self.drop = nn.Dropout(0.2)
         self.head = nn.Linear(WIDTH, VOCAB, bias=bias)
         self.register_buffer("weight", torch.rand(VOCAB))
@@ -47,6 +50,22 @@ class Head(nn.Module):
         logits = self.head(self.drop(self.mix(self.embed(ids)).tanh()))
         return {"loss": self.loss(logits.view(-1, VOCAB), labels.view(-1), self.weight),
                 "logits": logits}
+
+
+class HeadBehindBlocks(Head):
+    """With two equal modules that `regions="blocks"` compiles one by one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix = nn.Sequential(
+            *(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(2)))
+
+
+@pytest.fixture
+def few_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four chunks alone, as there is a whole graph for each number that is tried."""
+    monkeypatch.setattr(planning, "CHUNKS_OF", ((4, 4), (4, 1)))
+    monkeypatch.setattr(api, "MOST_CHUNKS", ((4, 4), (4, 1)))
 
 
 def batch() -> dict[str, torch.Tensor]:

@@ -36,7 +36,7 @@ class Attending(nn.Module):
         self.embed = nn.Embedding(50, 32)
         self.layers = nn.ModuleList(
             nn.TransformerEncoderLayer(32, 2, 64, batch_first=True, dropout=0.0)
-            for _ in range(3))
+            for _ in range(2))
         self.head = nn.Linear(32, 50)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:

@@ -239,7 +239,7 @@ def subject(name: str) -> Subject:
 
 
 SIZES: dict[str, dict[str, int]] = {
-    **{name: {"layers": 1} for name in HF},
+    **{name: {"layers": 1} for name in (*HF, "language_model", "lora", "autocast", "tied")},
     "resnet": {"stages": 2, "blocks": 1, "image": 32},
     "unet": {"depth": 1, "image": 32},
     "untied_embedding": {"layers": 1, "vocab": 1024},
