@@ -350,7 +350,8 @@ class _Recorder:
         graph.given.clear()
         if region is not None:
             cotangents = region.cotangents = []
-            results = StubResults(region.traced, region.num_forward_outputs, self.mode, self.device)
+            results = StubResults(region.traced, region.num_forward_outputs, self.mode,
+                                  self.device, has_views=self.make_backend is aot_backend)
 
             def run_backward(given: list[Any]) -> list[Any]:
                 if again.tracker is None:

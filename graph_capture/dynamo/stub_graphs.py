@@ -147,10 +147,11 @@ class StubResults:
     """Stands for a joint graph with new tensors of the fake copy's kind, with unknown values."""
 
     def __init__(self, joint: fx.GraphModule, num_outputs: int | None, mode: TorchDispatchMode,
-                 device: torch.device) -> None:
-        """`num_outputs`: those of the forward; `None`: all are."""
-        values = [node.meta.get("val") if isinstance(node, fx.Node) else node
-                  for node in joint.graph.output_node().args[0]]
+                 device: torch.device, *, has_views: bool = False) -> None:
+        """`num_outputs`: those of the forward; `None`: all are.  `has_views`: code that runs in its
+        place makes views where the graph does."""
+        nodes = joint.graph.output_node().args[0]
+        values = [node.meta.get("val") if isinstance(node, fx.Node) else node for node in nodes]
         if any(map(is_sparse, values)):
             raise CaptureError(
                 "a gradient is in coordinate form, as nn.Embedding(sparse=True) makes it, and such "
@@ -158,6 +159,8 @@ class StubResults:
                 "embedding, for example by planner.within(model.body, ...); or account for the "
                 "step as it is with planner.memory")
         self._outputs, self._gradients = values[:num_outputs], values[num_outputs:]
+        self._views = [has_views and isinstance(node, fx.Node)
+                       and getattr(node.target, "is_view", False) for node in nodes[num_outputs:]]
         self._mode, self._device = mode, device
 
     def outputs(self) -> list[Any]:
@@ -166,15 +169,16 @@ class StubResults:
 
     def gradients(self) -> list[Any]:
         """Results of the backward."""
-        return [*map(self._made, self._gradients)]
+        return [*map(self._made, self._gradients, self._views)]
 
-    def _made(self, like: Any) -> Any:
+    def _made(self, like: Any, is_view: bool = False) -> Any:
         if not isinstance(like, torch.Tensor):
             return like
-        if isinstance(self._mode, StorageLessMode):
-            with no_active_modes():
-                return storage_less_tensor(
-                    like, storage_less_storage(like.untyped_storage().nbytes(), self._device))
-        with self._mode:
-            return torch.empty_strided(
+        is_storage_less = isinstance(self._mode, StorageLessMode)
+        with no_active_modes() if is_storage_less else self._mode:
+            made = storage_less_tensor(
+                like, storage_less_storage(like.untyped_storage().nbytes(), self._device)
+            ) if is_storage_less else torch.empty_strided(
                 like.shape, like.stride(), dtype=like.dtype, device=self._device)
+            # A view keeps its base, so that autograd does not add to it in place.
+            return made.as_strided(made.size(), made.stride()) if is_view else made

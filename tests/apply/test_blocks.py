@@ -55,6 +55,17 @@ def test_a_step_by_blocks_gives_the_same_numbers_within_its_budget(name, size):
         assert plan.peak_bytes <= plan.budget_bytes
 
 
+@pytest.mark.slow
+def test_autograd_adds_the_gradients_of_a_tied_weight_out_of_place():
+    case = BUILDERS["gpt2"](layers=2, seq=16)
+    plan = plan_at(prepared(case), 0.0)
+    model = plan.apply(case.model)
+    train(model, case)
+    net = plan.peak_bytes - plan.resident_bytes
+    # What a region returned counts to the end of the code that reads it.
+    assert measured_peak(model, case) <= net <= 1.02 * measured_peak(model, case)
+
+
 class BrokenBlock(nn.Module):
     """Its graph ends behind it, as a print or a hook that torch cannot trace would end it."""
 
