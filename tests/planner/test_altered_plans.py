@@ -188,12 +188,11 @@ def load_and_simulate(kind: str, count: int, seed: int) -> Counter[str]:
     return found
 
 
-QUICK, ALL = 150, 200
+QUICK, ALL = 150, 300
 
 
-@pytest.mark.parametrize("kind", ["plain"])
-def test_changed_files_are_refused_or_harmless(kind):
-    found = load_and_simulate(kind, QUICK, 1)
+def test_changed_files_are_refused_or_harmless():
+    found = load_and_simulate("plain", QUICK, 1)
     assert not any(name.isupper() for name in found), found
     assert found["refused"] > QUICK / 2 and found["not for this graph"] > 0
 
@@ -244,15 +243,14 @@ def apply_and_train(kind: str, count: int, seed: int) -> Counter[str]:
     return found
 
 
-@pytest.mark.parametrize("kind", ["plain"])
-def test_changed_plans_that_are_read_train_as_the_model_or_are_refused(kind):
-    found = apply_and_train(kind, 8, 3)
+def test_changed_plans_that_are_read_train_as_the_model_or_are_refused():
+    found = apply_and_train("plain", 8, 3)
     assert not any(name.isupper() for name in found), found
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["plain", "regions", "chunks", "offload"])
 def test_many_changed_plans_that_are_read_train_as_the_model_or_are_refused(kind):
-    found = apply_and_train(kind, 20, 4)
+    found = apply_and_train(kind, 50, 4)
     assert not any(name.isupper() for name in found), found
     assert found["refused"] > 0 and found["harmless"] > 0

@@ -15,9 +15,10 @@ diffusers = pytest.importorskip("diffusers")
 def unet() -> torch.nn.Module:
     torch.manual_seed(0)
     return diffusers.UNet2DConditionModel(
-        sample_size=16, layers_per_block=1, block_out_channels=(16,), norm_num_groups=8,
-        down_block_types=("CrossAttnDownBlock2D",), up_block_types=("CrossAttnUpBlock2D",),
-        cross_attention_dim=16, attention_head_dim=8, dropout=0.1).train()
+        sample_size=16, layers_per_block=1, block_out_channels=(16, 32), norm_num_groups=8,
+        down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"),
+        up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"), cross_attention_dim=16,
+        attention_head_dim=8, dropout=0.1).train()
 
 
 def train(loop: MeasuredLoop, budget: int | None) -> None:
