@@ -268,8 +268,8 @@ def regions_of_rank(model: nn.Module, parallel: DataParallel,
         if inside == "":
             raise ValueError(
                 f"under {parallel.kind} the unit {unit} is gathered and released by itself, so the "
-                'model cannot be compiled as a unit: leave out regions, or write '
-                'regions="blocks" or names of modules such as the units')
+                f'model cannot be compiled as a unit: {"leave out regions, or " if regions else ""}'
+                'write regions="blocks" or names of modules such as the units')
         if inside is not None:
             raise ValueError(
                 f"the unit {unit} lies inside of {inside}, which is compiled as a unit: write "
