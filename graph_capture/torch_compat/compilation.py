@@ -171,7 +171,7 @@ def compile_settings(*, donated_buffers: bool = False) -> Iterator[None]:
         # Dynamo can break inside of an iteration over a tuple, but not over the values of a dict.
         mock.patch.object(nn.ModuleList, "__iter__", _over_tuple),
         mock.patch.object(nn.Sequential, "__iter__", _over_tuple),
-        # torch 2.11 cannot log a set of functions; where a graph breaks, code runs as it is written.
+        # torch 2.11 cannot log a set of functions; where a graph breaks, code runs as written.
         _quiet("torch._dynamo.metrics_context", "torch._dynamo.exc"),
     ):
         try:
