@@ -21,7 +21,7 @@ from planner._graph_capture.fake_copies.storage_less import (
     storage_less_storage,
     storage_less_tensor,
 )
-from planner._graph_capture.joint_graph.joint import is_cotangent, primals_of
+from planner._graph_capture.joint_graph.joint import is_cotangent, is_view, primals_of
 from planner._graph_capture.memory.sparse import is_sparse
 from planner._graph_capture.torch_compat import (
     TorchDispatchMode,
@@ -159,8 +159,8 @@ class StubResults:
                 "embedding, for example by planner.within(model.body, ...); or account for the "
                 "step as it is with planner.memory")
         self._outputs, self._gradients = values[:num_outputs], values[num_outputs:]
-        self._views = [has_views and isinstance(node, fx.Node)
-                       and getattr(node.target, "is_view", False) for node in nodes[num_outputs:]]
+        self._views = [has_views and isinstance(node, fx.Node) and is_view(node)
+                       for node in nodes[num_outputs:]]
         self._mode, self._device = mode, device
 
     def outputs(self) -> list[Any]:
@@ -169,16 +169,17 @@ class StubResults:
 
     def gradients(self) -> list[Any]:
         """Results of the backward."""
-        return [*map(self._made, self._gradients, self._views)]
+        # A view keeps its base, so that autograd does not add to it in place.
+        return [made.as_strided(made.size(), made.stride()) if of_base else made for made, of_base
+                in zip(map(self._made, self._gradients), self._views, strict=True)]
 
-    def _made(self, like: Any, is_view: bool = False) -> Any:
+    def _made(self, like: Any) -> Any:
         if not isinstance(like, torch.Tensor):
             return like
-        is_storage_less = isinstance(self._mode, StorageLessMode)
-        with no_active_modes() if is_storage_less else self._mode:
-            made = storage_less_tensor(
-                like, storage_less_storage(like.untyped_storage().nbytes(), self._device)
-            ) if is_storage_less else torch.empty_strided(
+        if isinstance(self._mode, StorageLessMode):
+            with no_active_modes():
+                return storage_less_tensor(
+                    like, storage_less_storage(like.untyped_storage().nbytes(), self._device))
+        with self._mode:
+            return torch.empty_strided(
                 like.shape, like.stride(), dtype=like.dtype, device=self._device)
-            # A view keeps its base, so that autograd does not add to it in place.
-            return made.as_strided(made.size(), made.stride()) if is_view else made

@@ -231,9 +231,8 @@ _LOG_METHODS = frozenset({
 
 @contextlib.contextmanager
 def quiet_fake_tensors() -> Iterator[None]:
-    """Keep torch from logging a traceback if an op refuses fake tensors, a graph cannot be captured
-    as a whole, or the model asks for a tensor's value: the error that follows, if any, says the
-    same in one line."""
+    """Keep torch from logging a traceback if an op refuses fake tensors or the model asks for a
+    tensor's value: the error that follows, if any, says the same in one line."""
     with _quiet("torch._subclasses.fake_tensor", "torch._dynamo.variables.tensor"):
         yield
 

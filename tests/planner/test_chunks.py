@@ -10,10 +10,12 @@ from torch import nn
 from torch.nn import functional as F
 
 import planner
+from planner import api
 from planner._apply.errors import PlanMismatch
 from planner._apply.outputs import OutputNotMade
 from planner._graph_capture import capture as graph_capture
 from planner.api import capture
+from planner.arguments import planning
 from planner.arguments.planning import Planning
 from planner.plans.file import dumps, load, loads
 from planner.sizes.sized_steps import SizedSteps
@@ -28,12 +30,18 @@ from tests.support.loss_head import (
     HeadBehindBlocks,
     batch,
     distance,
-    few_chunks,  # noqa: F401 - a fixture
     gradients,
     peak_of,
 )
 from tests.support.models import gpt2, llama
 from tests.support.training import apply_schedule, random_schedule
+
+
+@pytest.fixture
+def few_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four chunks alone, as there is a whole graph for each number that is tried."""
+    monkeypatch.setattr(planning, "CHUNKS_OF", ((4, 4), (4, 1)))
+    monkeypatch.setattr(api, "MOST_CHUNKS", ((4, 4), (4, 1)))
 
 
 @pytest.mark.parametrize(("loss", "output"), [

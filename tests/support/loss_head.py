@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
 
-from planner import api
 from planner._graph_capture.memory.allocator import record_peak
-from planner.arguments import planning
 
 ALLOW = ("recompute", "chunk")
 VOCAB, WIDTH, BATCH, LENGTH = 700, 24, 3, 11
@@ -59,13 +56,6 @@ class HeadBehindBlocks(Head):
         super().__init__()
         self.mix = nn.Sequential(
             *(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(2)))
-
-
-@pytest.fixture
-def few_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Four chunks alone, as there is a whole graph for each number that is tried."""
-    monkeypatch.setattr(planning, "CHUNKS_OF", ((4, 4), (4, 1)))
-    monkeypatch.setattr(api, "MOST_CHUNKS", ((4, 4), (4, 1)))
 
 
 def batch() -> dict[str, torch.Tensor]:
