@@ -44,7 +44,7 @@ from planner.search.planning import Effort, plan_within, told_in_percent, with_a
 from planner.search.variants import USUAL_TIME_LIMIT
 from planner.solvers.simulator import Timeline, unroll
 from planner.step.lowering import host_link
-from planner.step.prepared import PreparedStep, prepare, with_sizes
+from planner.step.prepared import PreparedStep, prepare, sizes_of_variants, with_sizes
 from planner.step.rank_layout import layout_of, regions_of_rank
 from planner.step.variant import Variant
 from planner.step.wrapped import beneath_wrappers, unwrapped, with_wrappers
@@ -281,7 +281,7 @@ def _captured(model: nn.Module, inputs: object, planning: Planning, progress: Pr
             accumulation=planning.accumulation, parallel=planning.parallel,
             budget_of=planning.budget_of)
         if symbolic is not None:
-            prepared = with_sizes(prepared, symbolic)
+            prepared = with_sizes(prepared, sizes_of_variants(prepared, symbolic))
         link = host_link(planning, step.graph.device)
         return prepared if link is None else prepared.with_link(link)
 

@@ -20,7 +20,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 from weakref import ref
@@ -30,6 +30,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from planner._apply.call_signature import signature_of, tensor_keys
+from planner._apply.rewrite_spec import SymbolicSizes
 from planner._graph_capture.capture import CapturedStep, SymbolicStep
 from planner._graph_capture.completed import (
     with_earlier_gradients,
@@ -78,7 +79,7 @@ from planner.search.eager import make_plan
 from planner.search.planning import Effort, leanest_plan, plan_within, told_in_percent
 from planner.solvers.problem import Schedule
 from planner.solvers.result import Result
-from planner.step.prepared import PreparedStep, prepare, with_sizes
+from planner.step.prepared import PreparedStep, prepare, sizes_of_variants, with_sizes
 from planner.step.variant import Variant
 from planner.step.wrapped import group_of, with_wrappers
 from planner.units import format_bytes
@@ -115,13 +116,31 @@ _DEEP = 24
 not grow with depth."""
 
 
+@dataclass(frozen=True, slots=True)
+class Searched:
+    """The last plan of a graph, and the fraction of the budget that its search left unused."""
+
+    plan: Plan
+    unused: float
+
+
+@dataclass(slots=True)
+class _Completed:
+    """The captured step with what is known of it."""
+
+    facts: tuple[Any, ...]
+    step: CapturedStep
+    sizes: tuple[SymbolicSizes, ...] | None = None
+    """Of each variant, if it was captured with symbolic sizes."""
+
+
 class GraphPlanner:
     """Plans one graph of a model: the step that began with some call."""
 
     def __init__(self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any],
                  planning: Planning, limit: Budget | None, batches_ahead: int = 0,
                  stepping: Callable[[], Sequence[Optimizer]] = tuple,
-                 symbolic: SymbolicStep | None = None, earlier: Plan | None = None,
+                 symbolic: SymbolicStep | None = None, earlier: Searched | None = None,
                  early: EarlyGradients | None = None, is_whole: bool = False,
                  has_other_loss: bool = False) -> None:
         """Capture the step; raises `CaptureError`.  `batches_ahead`: how many batches the caller
@@ -151,11 +170,12 @@ class GraphPlanner:
         """True if the caller computes the loss, by unknown code."""
 
     def _capture(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
-                 planning: Planning, earlier: Plan | None = None) -> None:
+                 planning: Planning, earlier: Searched | None = None) -> None:
         self._with_loss: tuple[ObservedLoss, CapturedStep] | None = None
         self._captured_with: ObservedLoss | None = None  # the loss that the step was captured with
         self._captured_without_output = False
-        self._earlier = earlier  # the last plan of this graph
+        self.earlier = earlier
+        self._all_completed: list[_Completed] = []
         self._made: list[tuple[tuple[Known, int, str | None], PreparedStep]] = []
         self._input_bytes = sum(tensor.nbytes for tensor in output_tensors((args, kwargs)))
         planning = with_wrappers(model, planning)
@@ -399,10 +419,10 @@ class GraphPlanner:
                         time_limit=max(left, self._planning.time_limit / 2))
         with told_in_percent(self._limit, self._plain_bytes(known, prepared)):
             try:
-                self._earlier = agreed(
-                    lambda: self._fitting(known, prepared, limit_bytes, effort),
-                    prepared, limit_bytes, effort)
-                return self._earlier
+                plan = agreed(lambda: self._fitting(known, prepared, limit_bytes, effort),
+                              prepared, limit_bytes, effort)
+                self._note_searched(plan, known, limit_bytes)
+                return plan
             except InfeasibleBudget:
                 if not known.room_bytes:
                     raise
@@ -475,12 +495,23 @@ class GraphPlanner:
     def _as_earlier(self, known: Known, prepared: PreparedStep, limit_bytes: int | None
                     ) -> Plan | None:
         """The plan with the schedule of other sizes, or of a step of which less was known, if that
-        uses nearly all of the budget: another search would gain little."""
-        if self._earlier is None or limit_bytes is None:
+        leaves hardly more of the budget unused than its search did, or hardly any: another search
+        would gain little."""
+        if self.earlier is None or limit_bytes is None:
             return None
-        needed_bytes = self._needed(known, prepared, self._earlier)
-        found = self._accounted(known, self._earlier, needed_bytes, 0.0, limit_bytes)
-        return found if 0 <= limit_bytes - found.peak_bytes <= _LITTLE * limit_bytes else None
+        plan = self.earlier.plan
+        found = self._accounted(known, plan, self._needed(known, prepared, plan), 0.0, limit_bytes)
+        unused = 1 - found.peak_bytes / limit_bytes
+        return found if 0 <= unused <= self.earlier.unused + _LITTLE else None
+
+    def _note_searched(self, plan: Plan, known: Known, limit_bytes: int | None) -> None:
+        """Note the last plan; where its schedule was taken over, or uses the budget as well as the
+        one before, the fraction left unused is the smaller one, so that it cannot creep up."""
+        unused = 0.0 if limit_bytes is None or known.is_lean else max(
+            0.0, 1 - plan.peak_bytes / limit_bytes)
+        if self.earlier is not None and unused <= self.earlier.unused + _LITTLE:
+            unused = min(unused, self.earlier.unused)
+        self.earlier = Searched(plan, unused)
 
     def leanest(self, known: Known, limit_bytes: int | None = None) -> Plan:
         """The plan with the lowest peak found, within the budget or not."""
@@ -585,7 +616,38 @@ class GraphPlanner:
 
     def _prepare(self, known: Known, pending_bytes: int, assumed_optimizer: str | None
                  ) -> PreparedStep:
-        planning, step, parallel = self._planning, self._step, self._parallel
+        planning, parallel = self._planning, self._parallel
+        completed = self._completed(known, assumed_optimizer)
+        step = with_room(completed.step, known.room_bytes)
+        if known.defers_reduction and parallel is not None:
+            parallel = replace(parallel, requires_gradient_sync=False)
+        held_bytes = known.outside.held_bytes
+        step = with_held(step, max(0, held_bytes), max(0, pending_bytes + min(0, held_bytes)))
+        prepared = prepare(step, tensors=self._tensors, inputs=self._inputs,
+                           signature=self._signature,
+                           backend=planning.backend, cost_model=planning.cost_model,
+                           accumulation=(max(2, planning.accumulation) if known.accumulates else 1),
+                           parallel=parallel, budget_of=planning.budget_of,
+                           plain_net_bytes=None if parallel is not None else (
+                               known.outside.plain_net_bytes(step, pending_bytes)))
+        if self._symbolic is None:
+            return prepared
+        if completed.sizes is None:
+            completed.sizes = sizes_of_variants(prepared, self._symbolic)
+        return with_sizes(prepared, completed.sizes)
+
+    def _completed(self, known: Known, assumed_optimizer: str | None) -> _Completed:
+        """The captured step with what is known of its loss, output and optimizer, which takes
+        traces of the plain step and of the optimizer's."""
+        facts = (known.optimizers, known.loss, known.lives, known.accumulates, assumed_optimizer)
+        found = next((each for each in self._all_completed if each.facts == facts), None)
+        if found is None:
+            found = _Completed(facts, self._complete(known, assumed_optimizer))
+            self._all_completed = [found, *self._all_completed[:_MOST_PREPARED - 1]]
+        return found
+
+    def _complete(self, known: Known, assumed_optimizer: str | None) -> CapturedStep:
+        planning, step = self._planning, self._step
         loss, lives = known.loss, known.lives
         if loss is not None and self._captured_with is not None:
             step = with_held(step, loss.held_bytes)
@@ -599,25 +661,10 @@ class GraphPlanner:
             step = with_output_let_go(step, [
                 max(until, each.until, key=[*Until].index)
                 for until, each in zip(lives, step.outputs, strict=True)])
-        step = with_room(step, known.room_bytes)
         if planning.optimizer is None or known.optimizers:
             alive = tuple(found for each in known.optimizers or () if (found := each()) is not None)
             step = with_optimizer(step, assumed_optimizer or alive or None)
-        if known.defers_reduction and parallel is not None:
-            parallel = replace(parallel, requires_gradient_sync=False)
-        accumulates = known.accumulates
-        if accumulates:
-            step = with_earlier_gradients(step)
-        held_bytes = known.outside.held_bytes
-        step = with_held(step, max(0, held_bytes), max(0, pending_bytes + min(0, held_bytes)))
-        prepared = prepare(step, tensors=self._tensors, inputs=self._inputs,
-                           signature=self._signature,
-                           backend=planning.backend, cost_model=planning.cost_model,
-                           accumulation=max(2, planning.accumulation) if accumulates else 1,
-                           parallel=parallel, budget_of=planning.budget_of,
-                           plain_net_bytes=None if parallel is not None else (
-                               known.outside.plain_net_bytes(step, pending_bytes)))
-        return prepared if self._symbolic is None else with_sizes(prepared, self._symbolic)
+        return with_earlier_gradients(step) if known.accumulates else step
 
 
 def _smaller(loss: ObservedLoss, by_bytes: int) -> ObservedLoss | None:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,7 +30,7 @@ from planner._graph_capture.module_forward import Forward
 from planner._graph_capture.step.symbolic_region import NamedDimensions, SymbolicRegion
 from planner._graph_capture.torch_compat import no_active_modes, pytree, running_node_number
 from planner.arguments.inputs import size_name
-from planner.attached.known import GraphPlanner
+from planner.attached.known import GraphPlanner, Searched
 from planner.attached.planned_graph import PlannedGraph
 from planner.plans.plan import Plan
 from planner.step.other_sizes import SizedPeak
@@ -52,6 +53,7 @@ class SymbolicGraph(PlannedGraph):
     def __init__(self, fixed: PlannedGraph, module: nn.Module, inner: Forward | None) -> None:
         """`fixed`: the graph that was captured with fixed sizes."""
         super().__init__(fixed.call)
+        self.began_with = fixed.call
         assert fixed.planner is not None
         self.plan, self.lives, self.plain_bytes = fixed.plan, fixed.lives, fixed.plain_bytes
         self.step_mates = fixed.step_mates.copy()
@@ -120,9 +122,9 @@ class SymbolicGraph(PlannedGraph):
         return self.planner or self._fixed_planner
 
     @property
-    def earlier(self) -> Plan | None:
+    def earlier(self) -> Searched | None:
         """The last plan of the graph at other sizes than those that were chosen."""
-        return self.plan if self._is_for_more_sizes else None
+        return self.planner.earlier if self._is_for_more_sizes and self.planner else None
 
     def _named(self, sizes: Mapping[str, Sequence[int]]) -> dict[str, int]:
         return {size: sizes[name][place] for name, places in self.code.dimensions.items()
@@ -188,12 +190,25 @@ class SymbolicGraph(PlannedGraph):
             self.plan = self._plans.get(self.code.used, self.plan)
 
 
+def _differing_sizes(call: Call, graph: PlannedGraph) -> int:
+    """How many sizes of a call differ from those that the graph had at first."""
+    first = graph.began_with if isinstance(graph, SymbolicGraph) else graph.call
+    assert first is not None
+    other = first.sizes
+    return sum(mine != theirs for name, sizes in call.sizes.items()
+               for mine, theirs in zip(sizes, other[name], strict=True))
+
+
 class SymbolicGraphs:
-    """A graph with symbolic sizes for calls that differ in sizes alone, from the second size on."""
+    """Graphs with symbolic sizes for calls that differ in sizes alone, from the second size on.
+
+    Of two calls that keep memory at the same time each has a graph of its own, where both vary in
+    the same sizes and differ in another: batches of 16 and of 32 sentences, of any length.
+    """
 
     def __init__(self, module: nn.Module, inner: Forward | None) -> None:
         self._module, self._inner = module, inner
-        self._by_call: dict[Call, SymbolicGraph | None] = {}
+        self._by_call: dict[Call, list[SymbolicGraph] | None] = {}
         """By calls without sizes; `None`: it cannot be captured so."""
         self._failures = 0
         self._fixed: dict[Call, None] = {}
@@ -205,19 +220,20 @@ class SymbolicGraphs:
         `None`."""
         fixed = [graph for graph in graphs if not isinstance(graph, SymbolicGraph)]
         kind = call.without_sizes
-        is_made = self._by_call.get(kind) is not None
-        if call in self._fixed or running_node_number() is not None or (
-                not at_once and any(graph.call == call and not (is_made and graph.is_provisional)
+        made = self._by_call.get(kind, [])
+        if made is None or call in self._fixed or running_node_number() is not None or (
+                not at_once and any(graph.call == call and not (made and graph.is_provisional)
                                     for graph in fixed)):
             return None
-        if kind not in self._by_call:
-            found = next((graph for graph in fixed if graph.planner is not None and graph.call
-                          and graph.call.without_sizes == kind
-                          and graph.planner.can_be_symbolic), None)
-            if found is None:
-                return None
-            self._by_call[kind] = SymbolicGraph(found, self._module, self._inner)
-        return self._by_call[kind]
+        sources = [] if len(made) == _MOST_APART else [
+            graph for graph in fixed if graph.planner is not None and graph.call
+            and graph.call.without_sizes == kind and graph.planner.can_be_symbolic
+            and not any(each.began_with == graph.call for each in made)]
+        nearest = min([*made, *sources], key=partial(_differing_sizes, call), default=None)
+        if nearest is not None and not isinstance(nearest, SymbolicGraph):
+            nearest = SymbolicGraph(nearest, self._module, self._inner)
+            self._by_call[kind] = [*made, nearest]
+        return nearest
 
     def keeps_apart(self, call: Call, graphs: Sequence[PlannedGraph],
                     pending: Collection[PlannedGraph]) -> bool:

@@ -148,8 +148,8 @@ class SizedPeak:
         sizes = [bytes_of[text] for text in texts]
         planned = sum(problem.storages[buffer].size_bytes for buffer in self._cotangents)
         scale = max(1.0, sum(sizes[buffer] for buffer in self._cotangents) / max(1, planned))
-        of_loss = {buffer for place in self._of_loss
-                   for buffer in self._variant.graph.ops[place].outputs}
+        of_loss = {buffer for place in self._of_loss if (
+            op := self._variant.graph.ops[place]).name != LOSS_BACKWARD for buffer in op.outputs}
         storages = tuple(
             replace(storage, size_bytes=math.ceil(scale * size)
                     if place in of_loss and self._sizes.buffer_bytes[place].isdecimal() else size)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from planner._apply.rewrite_spec import CallSignature, ParameterKey, RewriteSpec
+from planner._apply.rewrite_spec import CallSignature, ParameterKey, RewriteSpec, SymbolicSizes
 from planner._graph_capture.capture import CapturedStep, SymbolicStep
 from planner._graph_capture.errors import CaptureError
 from planner._graph_capture.training_graph import StepVariant, TrainingGraph
@@ -172,13 +172,20 @@ def prepare(step: CapturedStep, *, tensors: Sequence[ParameterKey], inputs: obje
     )
 
 
-def with_sizes(prepared: PreparedStep, symbolic: SymbolicStep) -> PreparedStep:
-    """The step as a function of named sizes of its inputs."""
+def sizes_of_variants(prepared: PreparedStep, symbolic: SymbolicStep) -> tuple[SymbolicSizes, ...]:
+    """Each variant of the step as a function of named sizes of its inputs; raises
+    `CaptureError`."""
     try:
-        return replace(prepared, variants=tuple(
-            replace(variant, sizes=sizes_of(symbolic, variant)) for variant in prepared.variants))
+        return tuple(sizes_of(symbolic, variant) for variant in prepared.variants)
     except ValueError as error:
         raise CaptureError(f"the step's sizes cannot be written: {error}") from error
+
+
+def with_sizes(prepared: PreparedStep, sizes: Sequence[SymbolicSizes]) -> PreparedStep:
+    """The step as a function of named sizes, of each variant."""
+    return replace(prepared, variants=tuple(
+        replace(variant, sizes=each)
+        for variant, each in zip(prepared.variants, sizes, strict=True)))
 
 
 def _variant(step: CapturedStep, variant: StepVariant, accumulation: int, earlier_bytes: int | None

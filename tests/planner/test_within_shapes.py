@@ -142,6 +142,29 @@ def test_two_calls_of_two_lengths_before_one_backward():
         torch.testing.assert_close(mine, theirs)
 
 
+def test_two_calls_of_two_batch_sizes_are_each_counted_at_its_own():
+    model = planner.within(Encoder(), "80%", time_limit=1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    resident = sum(each.nbytes for each in (*model.parameters(), *model.buffers()))
+
+    def step(batches: list[torch.Tensor]) -> None:
+        outputs = [model(batch) for batch in batches]
+        torch.cat([summary for _, summary in outputs]).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for length in (20, 24, 30, 36, 42):
+        batches = [tokens(16, length), tokens(32, length + 2)]
+        peak = resident + sum(batch.nbytes for batch in batches) + allocated_peak(
+            lambda batches=batches: step(batches))
+    graphs = [graph for graph in forward_override(model).graphs
+              if isinstance(graph, SymbolicGraph)]
+    assert [graph.code.compilations for graph in graphs] == [1, 1]
+    plan = planner.plan_of(model)
+    assert peak <= plan.budget_bytes
+    assert peak == pytest.approx(plan.peak_bytes, rel=0.005)
+
+
 def test_a_larger_size_is_planned_once_as_the_loss_is_known():
     model = planner.within(Encoder(), "90%", time_limit=1)
     train(model, [(64,), (48,), (48,), (80,), (70,), (100,)])
