@@ -93,13 +93,15 @@ class PlannedBlocks:
 
         return shared_code(spec, kind if self._may_exchange else None)
 
-    def fall_back(self, fallback: Fallback, *, may_vary: bool = False) -> None:
+    def fall_back(self, fallback: Fallback, *, may_vary: bool = False, sizes_vary: bool = False
+                  ) -> None:
         """As `PlannedCode.fall_back`; a block that is not the plan's, where others have run, runs
         as it is written.  `may_vary`: calls run other blocks than the planned step did, or the same
-        in another place; those that are not the plan's save their inputs alone."""
+        in another place; those that are not the plan's save their inputs alone.  `sizes_vary`: as
+        there."""
         self._falls_back = True
         for code in self._codes.values():
-            code.fall_back(fallback)
+            code.fall_back(fallback, sizes_vary=sizes_vary)
         self._may_vary = may_vary
         others = self._model.get_submodule
         kinds = {type(others(name)) for name in self._code_of}

@@ -10,7 +10,9 @@ import copy
 import operator
 import warnings
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol, Self
 
@@ -27,7 +29,7 @@ from planner._graph_capture.dynamo.stub_graphs import compiled_as_stubs
 from planner._graph_capture.dynamo.traced_code import TracedCode
 from planner._graph_capture.errors import CaptureError
 from planner._graph_capture.joint_graph.joint import count_cotangents, primals_of
-from planner._graph_capture.joint_graph.lower import LoweredRegion, region_signature
+from planner._graph_capture.joint_graph.lower import LoweredRegion, region_at, region_signature
 from planner._graph_capture.joint_graph.naming import name_modules, names_in_model
 from planner._graph_capture.joint_graph.pipeline import (
     JointVariant,
@@ -35,6 +37,7 @@ from planner._graph_capture.joint_graph.pipeline import (
     lower_joint_graph,
 )
 from planner._graph_capture.joint_graph.replay import is_random
+from planner._graph_capture.joint_graph.symbolic_sizes import Sizes, Values
 from planner._graph_capture.random_state import TorchState
 from planner._graph_capture.torch_compat import (
     Branch,
@@ -44,12 +47,17 @@ from planner._graph_capture.torch_compat import (
     boxed,
     branches_of,
     differentiate_again,
+    fix_sizes,
     mutated_inputs,
     pass_absent_gradients,
     primal_sources,
     schema_of,
+    take_equal_sizes_for_one,
 )
 from planner._graph_capture.training_graph import RegionSignature
+
+_MOST_SIZES = 1024
+"""Of how many sizes a graph remembers its schedule."""
 
 Fallback = Callable[[fx.GraphModule], Callable[..., Any]]
 """Converts a captured graph into a function of its inputs that trains it."""
@@ -110,6 +118,43 @@ class _Traced:
         """Outputs of the forward, and the tensor that carries what is saved."""
         assert self.running is not None
         return self.running.graphs.run_forward(args, self.running.run_backward)
+
+
+@dataclass(slots=True, eq=False)
+class _AnySize:
+    """A traced graph with symbolic sizes, which values decide: it runs under the plan's schedule
+    wherever no size is larger than planned."""
+
+    joint: fx.GraphModule
+    num_outputs: int
+    sizes: Sizes = field(init=False)
+    """Its symbols."""
+    lowered: LoweredGraphs = field(default_factory=dict)
+    rewritten: dict[int, tuple[ScheduledGraphs, Sequence[int]]] = field(default_factory=dict)
+    """By region: its graphs, and the outputs that are taken to be let go before the backward."""
+    schedules: OrderedDict[Values, _Scheduled] = field(default_factory=OrderedDict)
+    running: _Scheduled | None = None
+
+    def __post_init__(self) -> None:
+        self.sizes = Sizes.of(primals_of(self.joint))
+
+    def forward(self, args: list[Any]) -> tuple[Sequence[Any], torch.Tensor]:
+        """Outputs of the forward, and the tensor that carries what is saved."""
+        assert self.running is not None
+        return self.running.graphs.run_forward(args, self.running.run_backward)
+
+    def scheduled(self, spec: RewriteSpec, match: Match, values: Values, unplanned: Unplanned
+                  ) -> _Scheduled:
+        """The graph as the region that it matches where the symbols have these values."""
+        region, lowered = match.region, match.lowered
+        if match.index not in self.rewritten:
+            made = rewrite(lowered, region.insertions, region.inplace_reuses, region.released)
+            self.rewritten[match.index] = ScheduledGraphs.of(made, lowered), places_to_watch(
+                outputs_let_go(spec, match.index, lowered), lowered, made)
+        graphs, watched = self.rewritten[match.index]
+        like = cotangents_at(lowered, self.sizes, values)
+        return _Scheduled(match.index, graphs, checked_backward(
+            graphs.backward, like, region.cotangents, unplanned), watched)
 
 
 class PlanBackend(OutputWatcher):
@@ -222,8 +267,10 @@ class PlanBackend(OutputWatcher):
         given = self._names(inputs)
         self._leaves_no_trace = False
         try:
-            run = (self._exchangeable if self.is_exchangeable else self._fixed)(
-                module, inputs, given, branches)
+            compile_as = (self._of_any_size if any(isinstance(each, torch.SymInt)
+                                                   for each in inputs)
+                          else self._exchangeable if self.is_exchangeable else self._fixed)
+            run = compile_as(module, inputs, given, branches)
         except Exception as error:
             mismatch = getattr(error, "inner_exception", error)
             if not isinstance(mismatch, PlanMismatch):
@@ -328,6 +375,73 @@ class PlanBackend(OutputWatcher):
             graph.region.forward = traced.forward
             graph.run = self._calling_traced(graph.compiled, graph.branches, traced)
 
+    def _of_any_size(self, module: fx.GraphModule, inputs: Sequence[Any],
+                     given: Sequence[str | None], branches: Sequence[Branch]
+                     ) -> Callable[..., Any]:
+        """Code that is called in the place of a graph with symbolic sizes, unless it has other ops
+        than one with fixed sizes."""
+        place = self._compiled_regions
+
+        def target_of(joint: fx.GraphModule, num_outputs: int) -> _AnySize:
+            traced = _AnySize(joint, num_outputs)
+            self._choose_schedule(traced, traced.sizes.now, given, place)
+            return traced
+
+        def without_gradient(graph: fx.GraphModule) -> Callable[[list[Any]], Any]:
+            self._leaves_no_trace = _leaves_no_trace(graph.graph)
+            return boxed_callable(graph)
+
+        take_equal_sizes_for_one(inputs)
+        try:
+            compiled, found = compiled_as_stubs(module, inputs, target_of, without_gradient)
+        except Exception as error:
+            if not isinstance(getattr(error, "inner_exception", error), PlanMismatch):
+                raise
+            fix_sizes(inputs)
+            return self._fixed(module, inputs, given, branches)
+        if found is None:
+            return self._calling(module, compiled, branches,
+                                 leaves_no_trace=self._leaves_no_trace)
+        traced = found
+        self._compiled_regions += 1
+        symbols = traced.sizes.places_among(inputs)
+
+        def run(*args: Any) -> Any:
+            self.planned_runs += 1
+            outputs = compiled(*args)
+            assert traced.running is not None
+            watch(outputs, traced.running.watched, self._output_is_held)
+            return outputs
+
+        planned = self._calling(module, run, branches)
+
+        def call(*args: Any) -> Any:
+            try:
+                self._choose_schedule(
+                    traced, tuple(int(args[index]) for index in symbols), given, place)
+            except PlanMismatch as mismatch:
+                unlike = self._fallen_back(module, mismatch)
+            else:
+                return planned(*args)
+            return self._calling(module, unlike, branches)(*args)
+
+        return call
+
+    def _choose_schedule(self, traced: _AnySize, values: Values, given: Sequence[str | None],
+                         place: int) -> None:
+        """Let a graph run as the region that it matches where the symbols have these values; raises
+        `PlanMismatch`."""
+        found = traced.schedules.get(values)
+        if found is None:
+            match = self._matching_region(
+                traced.joint, traced.num_outputs, given, self._regions, place, traced.lowered,
+                lambda lowered: region_at(lowered, traced.sizes, values))
+            found = traced.scheduled(self._spec, match, values, self._note_unplanned)
+            traced.schedules[values] = found
+            if len(traced.schedules) > _MOST_SIZES:
+                traced.schedules.popitem(last=False)
+        traced.running = found
+
     def _calling_traced(self, compiled: Callable[..., Any], branches: Sequence[Branch],
                         traced: _Traced) -> Callable[..., Any]:
         def run(*args: Any) -> Any:
@@ -418,10 +532,11 @@ class PlanBackend(OutputWatcher):
     def _matching_region(
         self, joint: fx.GraphModule, num_forward_outputs: int, given: Sequence[str | None],
         regions: Sequence[int], start: int, known: LoweredGraphs | None,
+        at: Callable[[LoweredRegion], AbstractContextManager[LoweredRegion]] = nullcontext,
     ) -> Match:
         """Return the one of these regions of the rewrite spec, looked through from the `start`-th
         on, that equals this graph, whose inputs have these names, if any; raise `PlanMismatch` if
-        there is none."""
+        there is none.  `at`: gives a graph with symbolic sizes numbers for them."""
         names = [source.name(given) for source in primal_sources(primals_of(joint))]
         variant = JointVariant(self._spec.backend == "inductor", self._spec.low_peak,
                                self._spec.chunks, self._spec.inner_chunks)
@@ -438,14 +553,16 @@ class PlanBackend(OutputWatcher):
                 joint, num_forward_outputs, variant, cotangents=region.cotangents,
                 input_names=names, hoisted=region.hoisted, region=index, block=region.block,
                 elided=region.elided, known=known)
-            difference = different_op(region, lowered)
-            is_resized = difference is not None
-            if difference is not None and region.region_signature is not None:
-                # In a step that may fall back, code may size tensors by values, with equal inputs.
-                difference = self._why_not_served(
-                    region.region_signature, region_signature(lowered), difference)
-            if difference is None:
-                difference = difference_from_step(self._spec, index, lowered)
+            with at(lowered) as sized:
+                difference = different_op(region, sized)
+                is_resized = difference is not None
+                if difference is not None and region.region_signature is not None:
+                    # In a step that may fall back, code may size tensors by values, with equal
+                    # inputs.
+                    difference = self._why_not_served(
+                        region.region_signature, region_signature(sized), difference)
+                if difference is None:
+                    difference = difference_from_step(self._spec, index, sized)
             if difference is None:
                 return Match(index, region, lowered, is_resized)
             first_difference = first_difference or difference
@@ -533,6 +650,20 @@ class Layout(Protocol):
     def dtype(self) -> torch.dtype: ...
     @property
     def device(self) -> torch.device: ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Sized:
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+
+def cotangents_at(lowered: LoweredRegion, sizes: Sizes, values: Values) -> list[Layout]:
+    """The cotangents of a graph with symbolic sizes where the symbols have these values."""
+    return [_Sized(tuple(sizes.number(size, values) for size in value.shape), value.dtype,
+                   value.device)
+            for node in lowered.joint.cotangents for value in (node.meta["val"],)]
 
 
 Unplanned = Callable[[PlanMismatch], None]

@@ -24,6 +24,7 @@ from planner._graph_capture.torch_compat import (
     pytree,
     sizes_as_they_are,
     uncompiled_operations,
+    varying_sizes,
 )
 
 DID_MORE_OUTSIDE = (
@@ -44,6 +45,7 @@ class CompiledCode:
         """By which parameters are trained: torch 2.11 does not look again where that changes."""
         self._is_compiled, self._is_of_blocks = is_compiled, is_of_blocks
         self._has_several_regions = has_several_regions
+        self._sizes_vary = False
         self._operations_outside: dict[str, int] = {}
         """Number of ops that autograd recorded outside of all regions in the first call, by the
         block that was called."""
@@ -61,11 +63,14 @@ class CompiledCode:
         """True if a gradient came through an output that the plan took for one without."""
         return bool(self._backend.met_unplanned_gradient)
 
-    def fall_back(self, fallback: Fallback, *, may_take_other_paths: bool = False) -> None:
+    def fall_back(self, fallback: Fallback, *, may_take_other_paths: bool = False,
+                  sizes_vary: bool = False) -> None:
         """From now on, once a step has begun, run a region that is not the plan's by the result of
         `fallback`, with a warning, instead of ending the step with `PlanMismatch`.
-        `may_take_other_paths`: values of tensors decide which regions run."""
+        `may_take_other_paths`: values of tensors decide which regions run.  `sizes_vary`: graphs of
+        smaller sizes, which run under the plan, are compiled once, with symbolic sizes."""
         self._backend.fallback = fallback
+        self._sizes_vary = sizes_vary
         self._backend.may_take_other_paths = may_take_other_paths
 
     def compare_with(self, earlier: object) -> None:
@@ -178,6 +183,16 @@ class PlannedCode(CompiledCode):
         return whether that is possible.  `regions`: as for the constructor."""
         return (self._backend.is_exchangeable and is_exchangeable(spec)
                 and bool(self._backend.exchange(spec, regions)))
+
+    def _compile(self) -> Callable[..., Any]:
+        return compile_forward(self._name, self._backend,
+                               dynamic=None if self._sizes_vary else False)
+
+    @contextlib.contextmanager
+    def _marked_sizes(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[None]:
+        with (super()._marked_sizes(args, kwargs),
+              varying_sizes() if self._sizes_vary else nullcontext()):
+            yield
 
     @contextlib.contextmanager
     def _entered(self) -> Iterator[None]:

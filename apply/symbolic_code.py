@@ -27,6 +27,7 @@ from planner._apply.plan_backend import (
     OtherBranch,
     check_branches,
     checked_backward,
+    cotangents_at,
     different_op,
     refuse_double_backward,
 )
@@ -132,19 +133,9 @@ class SymbolicCallable:
 
     def _checked(self, schedule: Schedule, values: Values) -> Callable[[list[Any]], Any]:
         """The backward with zeros for cotangents that autograd left out."""
-        region, sizes = self.region, self.region.sizes
-        like = [_Layout(tuple(sizes.number(size, values) for size in value.shape),
-                        value.dtype, value.device)
-                for node in region.variants[False].joint.cotangents
-                for value in (node.meta["val"],)]
+        region = self.region
+        like = cotangents_at(region.variants[False], region.sizes, values)
         return checked_backward(schedule.graphs.backward, like, region.cotangents)
-
-
-@dataclass(frozen=True, slots=True)
-class _Layout:
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    device: torch.device
 
 
 class SymbolicBackend(OutputWatcher):

@@ -8,8 +8,9 @@ backward.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import fx
@@ -29,8 +30,15 @@ from planner._graph_capture.joint_graph.naming import (
     within,
 )
 from planner._graph_capture.joint_graph.replay import Replay, replay_of
+from planner._graph_capture.joint_graph.symbolic_sizes import Sizes, Values
 from planner._graph_capture.joint_graph.walks import ancestors
-from planner._graph_capture.torch_compat import OpOverload, same_sizes, schema_of, storage_key
+from planner._graph_capture.torch_compat import (
+    FakeTensorMode,
+    OpOverload,
+    same_sizes,
+    schema_of,
+    storage_key,
+)
 from planner._graph_capture.training_graph import Phase, RegionSignature
 
 RESIDENT = -1
@@ -153,7 +161,8 @@ class _Lowering:
         for primal, name in zip(joint.primals, primal_names, strict=True):
             # The layout of an input is in no op's result, but affects the workspace of kernels.
             self._add_resident(primal, f"{name} {describe_value(primal.meta['val'])}")
-            self.region_signatures[primal] = name
+            is_size = isinstance(primal.meta["val"], torch.SymInt)
+            self.region_signatures[primal] = "number" if is_size else name
         self.cotangents: list[int | None] = []
         for index, node in enumerate(joint.cotangents):
             self.references[node] = self.region_signatures[node] = f"cotangent:{index}"
@@ -347,6 +356,24 @@ def _attribute(owner: fx.GraphModule, path: str) -> object:
     return value
 
 
+@contextlib.contextmanager
+def region_at(region: LoweredRegion, sizes: Sizes, values: Values) -> Iterator[LoweredRegion]:
+    """A region with symbolic sizes where the symbols have these values; inside, its nodes hold
+    numbers."""
+    mode = FakeTensorMode()
+    kept = [(node, node.meta["val"]) for node in region.joint.graph.nodes if "val" in node.meta]
+    try:
+        for node, value in kept:
+            node.meta["val"] = sizes.at(value, values, mode)
+        yield replace(region, storages=tuple(
+            replace(storage, size_bytes=sizes.number(storage.size_bytes, values))
+            for storage in region.storages), ops=tuple(
+            replace(op, result=describe_value(op.node.meta.get("val"))) for op in region.ops))
+    finally:
+        for node, value in kept:
+            node.meta["val"] = value
+
+
 def region_signature(region: LoweredRegion) -> RegionSignature:
     """The structure of a region, and its sizes, which show if a plan for one batch serves another.
 
@@ -357,8 +384,12 @@ def region_signature(region: LoweredRegion) -> RegionSignature:
     parts = [f"{op.name} {op.structure} {op.inputs} {op.outputs} {op.inplace} "
              f"{op.replay.pinned} {op.replay.random} {len(op.replay.copied_inputs)}"
              for op in region.ops]
+    # Sizes among the inputs, which a graph with fixed ones has not, do not count.
+    is_size = [not isinstance(primal.meta["val"], torch.Tensor) for primal in joint.primals]
+    gradients = tuple((storage, index - sum(is_size[:index]))
+                      for storage, index in region.gradient_storages)
     parts.append(f"{region.num_forward} {region.mutation_sources} {region.held_outputs} "
-                 f"{region.gradient_storages} {region.cotangent_storages}")
+                 f"{gradients} {region.cotangent_storages}")
     return RegionSignature(
         structure=digest(*parts),
         storage_bytes=tuple(storage.size_bytes for storage in region.storages),

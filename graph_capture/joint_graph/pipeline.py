@@ -86,7 +86,7 @@ def lower_joint_graph(
             hoisted = ops_to_hoist(joint, saved)
         hoist(joint, hoisted)
     Sizes.of(joint.primals).settle(joint.graph)
-    lowered = lower(joint, _stable_names(input_names), region, block)
+    lowered = lower(joint, _stable_names(input_names, joint), region, block)
     lowered = replace(lowered, hoisted=hoisted or (), saved_by_default=saved,
                       chunks=cut.chunks, inner_chunks=cut.inner_chunks, elided=cut.elided)
     if known is not None:
@@ -99,11 +99,14 @@ def has_low_peak_variant(region: LoweredRegion) -> bool:
     return bool(late_parts(region.joint))
 
 
-def _stable_names(known: Sequence[str | None]) -> list[str]:
-    """Parameters and buffers by their qualified name, other inputs (`None`) numbered in order."""
+def _stable_names(known: Sequence[str | None], joint: JointGraph) -> list[str]:
+    """Parameters and buffers by their qualified name, other inputs (`None`) numbered in order;
+    sizes, which a graph with fixed ones has not, do not count."""
     found, others = [], 0
-    for name in known:
-        if name is None:
+    for name, primal in zip(known, joint.primals, strict=True):
+        if name is None and isinstance(primal.meta.get("val"), torch.SymInt):
+            name = "size"
+        elif name is None:
             name = f"input:{others}"
             others += 1
         found.append(name)

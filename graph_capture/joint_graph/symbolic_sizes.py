@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from planner._graph_capture.torch_compat import expression_of, function_of, pytree
+from planner._graph_capture.torch_compat import expression_of, function_of, pytree, size_now
 
 Values = tuple[int, ...]
 """Of the symbols of a graph, in the order of its inputs."""
@@ -25,15 +25,18 @@ class Sizes:
     """The symbols of one graph, and functions of them, each made once."""
 
     symbols: tuple[Any, ...]
+    now: Values = ()
+    """The symbols' values in the call that the graph was compiled for."""
     _functions: dict[Any, Callable[..., int]] = field(default_factory=dict)
 
     @classmethod
     def of(cls, primals: Sequence[fx.Node]) -> Sizes:
         """Those that a joint graph has as inputs."""
-        found = [expression_of(value) for node in primals
-                 if isinstance(value := node.meta.get("val"), torch.SymInt)]
+        found = {expression_of(value): size_now(value) for node in primals
+                 if isinstance(value := node.meta.get("val"), torch.SymInt)}
         # One that torch has fixed meanwhile is a number.
-        return cls(tuple(dict.fromkeys(each for each in found if each.free_symbols)))
+        found = {symbol: value for symbol, value in found.items() if symbol.free_symbols}
+        return cls(tuple(found), tuple(found.values()))
 
     def function(self, size: Any) -> Callable[..., int]:
         """A size as a function of the symbols' values."""
@@ -57,6 +60,12 @@ class Sizes:
             return self.number(leaf, values)
 
         return pytree.tree_map(of, value)
+
+    def places_among(self, inputs: Sequence[object]) -> tuple[int, ...]:
+        """Index of each symbol among the inputs that a captured graph was compiled with."""
+        found = [expression_of(each) if isinstance(each, torch.SymInt) else None
+                 for each in inputs]
+        return tuple(map(found.index, self.symbols))
 
     def givers(self, graph: fx.Graph) -> tuple[fx.Node, ...]:
         """The input of a graph that is each symbol."""

@@ -10,8 +10,8 @@ Blind spots: sizes that depend on the values of tensors; variants in chunks.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -23,8 +23,8 @@ from planner._graph_capture.errors import CaptureError
 from planner._graph_capture.fake_copies.fake import FakeCopy
 from planner._graph_capture.fake_copies.input_values import values_of_inputs
 from planner._graph_capture.joint_graph.joint import count_cotangents, primals_of
-from planner._graph_capture.joint_graph.lower import RESIDENT, LoweredRegion
-from planner._graph_capture.joint_graph.naming import describe_value, name_modules
+from planner._graph_capture.joint_graph.lower import RESIDENT, LoweredRegion, region_at
+from planner._graph_capture.joint_graph.naming import name_modules
 from planner._graph_capture.joint_graph.pipeline import (
     JointVariant,
     has_low_peak_variant,
@@ -34,7 +34,6 @@ from planner._graph_capture.joint_graph.symbolic_sizes import Sizes, Values
 from planner._graph_capture.module_forward import in_place_of_forward
 from planner._graph_capture.step.regions import RegionUse
 from planner._graph_capture.torch_compat import (
-    FakeTensorMode,
     aot_backend,
     as_plain_code,
     compile_module,
@@ -142,23 +141,10 @@ class SymbolicRegion:
         """The symbols' values where the graph is called with these inputs."""
         return tuple(int(inputs[place]) for place in self.symbol_places)  # type: ignore[call-overload]
 
-    @contextlib.contextmanager
-    def at(self, values: Values, *, low_peak: bool = False) -> Iterator[LoweredRegion]:
+    def at(self, values: Values, *, low_peak: bool = False
+           ) -> AbstractContextManager[LoweredRegion]:
         """One variant where the symbols have these values; inside, its nodes hold numbers."""
-        region, mode = self.variants[low_peak], FakeTensorMode()
-        kept = [(node, node.meta["val"]) for node in region.joint.graph.nodes
-                if "val" in node.meta]
-        try:
-            for node, value in kept:
-                node.meta["val"] = self.sizes.at(value, values, mode)
-            yield replace(region, storages=tuple(
-                replace(storage, size_bytes=self.sizes.number(storage.size_bytes, values))
-                for storage in region.storages), ops=tuple(
-                replace(op, result=describe_value(op.node.meta.get("val")))
-                for op in region.ops))
-        finally:
-            for node, value in kept:
-                node.meta["val"] = value
+        return region_at(self.variants[low_peak], self.sizes, values)
 
     def use(self, lowered: LoweredRegion, outputs: Sequence[ModelOutput], trained: Collection[str]
             ) -> RegionUse:

@@ -384,6 +384,12 @@ def sizes_as_they_are(tree: object) -> Iterator[None]:
             setattr(tensor, mark, value)
 
 
+def varying_sizes() -> contextlib.AbstractContextManager[None]:
+    """Inside, a size that was another one when the same code was compiled before becomes symbolic,
+    as under `torch.compile` by default."""
+    return dynamo_config.patch(automatic_dynamic_shapes=True)
+
+
 def copied_module(owner: nn.Module, graph: fx.Graph) -> fx.GraphModule:
     """A new module with a copy of the graph and the owner's attributes; nodes keep their names."""
     copy = fx.Graph()

@@ -67,6 +67,33 @@ def _rounded_up(ratio: Any) -> Any:
             else CeilToInt(ratio))
 
 
+def _symbolic_sizes(inputs: Sequence[object]) -> list[torch.SymInt]:
+    """Symbolic sizes that a graph under compilation is called with."""
+    sizes = [size for each in inputs for size in (
+        each.shape if isinstance(each, torch.Tensor) else [each])]
+    return [size for size in sizes if isinstance(size, torch.SymInt)]
+
+
+def take_equal_sizes_for_one(inputs: Sequence[object]) -> None:
+    """Let symbolic sizes that are equal in this call be so in every call of the graph that is being
+    compiled, as they are in a graph with fixed sizes; others compile another one."""
+    first: dict[int, torch.SymInt] = {}
+    for size in _symbolic_sizes(inputs):
+        bool(first.setdefault(size_now(size), size) == size)  # torch notes the comparison
+
+
+def fix_sizes(inputs: Sequence[object]) -> None:
+    """Let the graph that is being compiled be for these sizes alone."""
+    for size in _symbolic_sizes(inputs):
+        int(size)  # torch notes that the number was asked for
+
+
+def size_now(size: torch.SymInt) -> int:
+    """A symbolic size in the call that a graph is compiled for."""
+    node: Any = size.node
+    return int(node.hint)
+
+
 def smallest_value(size: torch.SymInt) -> int:
     """The smallest value of a symbol that the graph's guards allow."""
     node: Any = size.node

@@ -408,10 +408,11 @@ class PlanningForward(ObservingForward):
             return
         if known is None and graph.serves(self._assumed(graph)):
             return
+        needs_capture = known is not None and planner.needs_capture_for(known)
+        if needs_capture and call != graph.call:
+            return
         with self._planning() as watch:
-            if known is not None and planner.needs_capture_for(known):
-                if call != graph.call:
-                    return
+            if known is not None and needs_capture:
                 planner.capture_again(self.__self__, args, kwargs, known)
             self._plan(graph, known, call, args, kwargs)
             watch.conclude(f": {summarize(graph.plan)}")

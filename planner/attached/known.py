@@ -368,6 +368,12 @@ class GraphPlanner:
                     and not any(op.target == "uncaptured code" for op in self._step.graph.ops))))
 
     @property
+    def sizes_vary(self) -> bool:
+        """True if values of tensors decide sizes of the step: any call may have others."""
+        planning = self._planning
+        return self.has_control_flow and planning.backend == "eager" and not planning.chunks
+
+    @property
     def own_tensors(self) -> list[torch.Tensor]:
         """The tensors that the captured step counts beside its inputs, as far as they are alive."""
         fake_copy = self._step.tracing.fake_copy

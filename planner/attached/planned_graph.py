@@ -86,10 +86,12 @@ class PlannedGraph:
         self.code = code = code_of(
             module, plan.sized_spec, may_exchange=may_exchange,
             traced=planner.take_code() if planner is not None and may_exchange else None)
+        sizes_vary = planner is not None and planner.sizes_vary
         if isinstance(code, PlannedBlocks):
-            code.fall_back(with_least_memory, may_vary=self.may_skip)
+            code.fall_back(with_least_memory, may_vary=self.may_skip, sizes_vary=sizes_vary)
         else:
-            code.fall_back(with_least_memory, may_take_other_paths=self.has_control_flow)
+            code.fall_back(with_least_memory, may_take_other_paths=self.has_control_flow,
+                           sizes_vary=sizes_vary)
         if isinstance(earlier, PlannedCode | PlannedBlocks):
             code.compare_with(earlier)
 
