@@ -134,6 +134,8 @@ class _AnySize:
     """By region: its graphs, and the outputs that are taken to be let go before the backward."""
     schedules: OrderedDict[Values, _Scheduled] = field(default_factory=OrderedDict)
     running: _Scheduled | None = None
+    unlike: Callable[..., Any] | None = None
+    """Code that runs instead where it is not the plan's graph."""
 
     def __post_init__(self) -> None:
         self.sizes = Sizes.of(primals_of(self.joint))
@@ -199,6 +201,7 @@ class PlanBackend(OutputWatcher):
         self.is_exchangeable = False
         """True if `exchange` may be asked for; then autograd does not see the tensors saved."""
         self._traced: list[_Traced] = []
+        self._any_size: list[_AnySize] = []
         self._code: TracedCode | None = None
         """Keeps the code that refers to its graphs weakly."""
 
@@ -224,6 +227,10 @@ class PlanBackend(OutputWatcher):
             return False
         for each, schedules in zip(self._traced, made, strict=True):
             each.schedules, each.unlike = schedules, {}
+        for graph in self._any_size:
+            graph.schedules.clear()
+            graph.rewritten.clear()
+            graph.unlike = None
         return True
 
     def _schedules(self, traced: _Traced) -> dict[str, _Scheduled]:
@@ -268,8 +275,7 @@ class PlanBackend(OutputWatcher):
         self._leaves_no_trace = False
         try:
             compile_as = (self._of_any_size if any(isinstance(each, torch.SymInt)
-                                                   for each in inputs)
-                          else self._exchangeable if self.is_exchangeable else self._fixed)
+                                                   for each in inputs) else self._of_fixed_sizes)
             run = compile_as(module, inputs, given, branches)
         except Exception as error:
             mismatch = getattr(error, "inner_exception", error)
@@ -375,6 +381,10 @@ class PlanBackend(OutputWatcher):
             graph.region.forward = traced.forward
             graph.run = self._calling_traced(graph.compiled, graph.branches, traced)
 
+    @property
+    def _of_fixed_sizes(self) -> Callable[..., Callable[..., Any]]:
+        return self._exchangeable if self.is_exchangeable else self._fixed
+
     def _of_any_size(self, module: fx.GraphModule, inputs: Sequence[Any],
                      given: Sequence[str | None], branches: Sequence[Branch]
                      ) -> Callable[..., Any]:
@@ -398,11 +408,12 @@ class PlanBackend(OutputWatcher):
             if not isinstance(getattr(error, "inner_exception", error), PlanMismatch):
                 raise
             fix_sizes(inputs)
-            return self._fixed(module, inputs, given, branches)
+            return self._of_fixed_sizes(module, inputs, given, branches)
         if found is None:
             return self._calling(module, compiled, branches,
                                  leaves_no_trace=self._leaves_no_trace)
         traced = found
+        self._any_size.append(traced)
         self._compiled_regions += 1
         symbols = traced.sizes.places_among(inputs)
 
@@ -420,10 +431,12 @@ class PlanBackend(OutputWatcher):
                 self._choose_schedule(
                     traced, tuple(int(args[index]) for index in symbols), given, place)
             except PlanMismatch as mismatch:
-                unlike = self._fallen_back(module, mismatch)
+                if traced.unlike is None or self.is_trial or not self.has_begun:
+                    traced.unlike = self._calling(
+                        module, self._fallen_back(module, mismatch), branches)
             else:
                 return planned(*args)
-            return self._calling(module, unlike, branches)(*args)
+            return traced.unlike(*args)
 
         return call
 

@@ -387,7 +387,7 @@ def sizes_as_they_are(tree: object) -> Iterator[None]:
 def varying_sizes() -> contextlib.AbstractContextManager[None]:
     """Inside, a size that was another one when the same code was compiled before becomes symbolic,
     as under `torch.compile` by default."""
-    return dynamo_config.patch(automatic_dynamic_shapes=True)
+    return dynamo_config.patch(automatic_dynamic_shapes=True, specialize_float=True)
 
 
 def copied_module(owner: nn.Module, graph: fx.Graph) -> fx.GraphModule:

@@ -63,6 +63,7 @@ from planner._graph_capture.torch_compat import (
 from planner.arguments.inputs import named_dimensions, size_name
 from planner.attached.known import GraphPlanner
 from planner.attached.measuring import (
+    CLOSE,
     abandon,
     enter_phase,
     is_watching,
@@ -85,9 +86,11 @@ from planner.attached.planned_graph import (
 )
 from planner.attached.symbolic_graph import SymbolicGraph, SymbolicGraphs
 from planner.errors import InfeasibleBudget
+from planner.plans.plan import Plan
 from planner.progress import Watch, watched
 from planner.reporters.one_line import summarize
 from planner.step.wrapped import defers_reduction, other_ranks
+from planner.units import format_bytes
 
 log = logging.getLogger("planner")
 
@@ -380,8 +383,22 @@ class PlanningForward(ObservingForward):
             self._look_outside(graph, args, kwargs)
             self._plan(graph, self._known(graph, present), call, args, kwargs)
             watch.conclude(f": {summarize(graph.plan)}")
+        self._compare_values_call(graph.plan, planner.values_bytes)
         self.graphs.insert(0, graph)
         return graph
+
+    def _compare_values_call(self, plan: Plan, values_bytes: int) -> None:
+        """Say so where the call that learned values took more than the budget; once, unless another
+        one takes more."""
+        taken_bytes, limit_bytes = plan.resident_bytes + values_bytes, plan.budget_bytes
+        if not values_bytes or limit_bytes is None or (
+                taken_bytes <= limit_bytes * max(1.0, (1 + CLOSE) * self.worst_ratio)):
+            return
+        self.worst_ratio = taken_bytes / limit_bytes
+        log.warning("%s: values of tensors decide sizes or branches of the step; to learn them it "
+                    "was called without gradients as it is written, which took %s of the budget "
+                    "of %s: raise the budget, or select outside of the model", self._name,
+                    format_bytes(taken_bytes), format_bytes(limit_bytes))
 
     def _bring_up_to_date(self, graph: PlannedGraph, call: Call, present: Present,
                           args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

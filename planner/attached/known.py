@@ -51,6 +51,7 @@ from planner._graph_capture.errors import CaptureError, DataDependentValue
 from planner._graph_capture.fake_copies.data_dependent_values import data_dependent_values
 from planner._graph_capture.fake_copies.fake import in_own_containers
 from planner._graph_capture.fake_copies.input_values import named_inputs
+from planner._graph_capture.fake_copies.storage_less import Answer
 from planner._graph_capture.memory.tracker import Workspace
 from planner._graph_capture.module_forward import own_forward
 from planner._graph_capture.op_costs.headroom import ProbeHeadroom
@@ -60,6 +61,7 @@ from planner._graph_capture.plain_step.loss import OpenLoss, Until
 from planner._graph_capture.plain_step.observed_loss import (
     ObservedLoss,
     ReplayedLoss,
+    StepWatch,
     UnmeasuredLoss,
 )
 from planner._graph_capture.torch_compat import wrapping_data_parallel
@@ -68,7 +70,7 @@ from planner.api import capture_call
 from planner.arguments.budget import Budget
 from planner.arguments.inputs import describe_inputs
 from planner.arguments.planning import Planning
-from planner.attached.held import held_bytes
+from planner.attached.held import device_of, held_bytes
 from planner.attached.outside import Known, Outside, plain_saved_bytes, saved_bytes
 from planner.errors import InfeasibleBudget
 from planner.plans.decisions import schedule_of
@@ -162,6 +164,8 @@ class GraphPlanner:
         self._has_captured = False
         self.has_control_flow = False
         """True if values of tensors decide the step's control flow."""
+        self.values_bytes = 0
+        """What the call without gradients that learned them took, above the resident memory."""
         self._capture(model, args, dict(kwargs), planning, earlier)
         self.saved_bytes = 0
         """Memory that a call keeps from the end of its forward to its backward, under the last
@@ -212,9 +216,7 @@ class GraphPlanner:
                     log.info("%s asks for values of tensors: its step is planned in the regions "
                              "that lie between, as this call takes them", type(model).__name__)
             if self.has_control_flow and not self.chose_blocks:
-                own_args, own_kwargs = in_own_containers(model, (args, kwargs))
-                answers = data_dependent_values(
-                    model, lambda: model.forward(*own_args, **own_kwargs))
+                answers = self._values_for(model, args, kwargs)
                 try:
                     self._step = capture(answers=answers)
                 except DataDependentValue as error:
@@ -231,6 +233,20 @@ class GraphPlanner:
         self._tensors, self._inputs = tensor_keys(model), describe_inputs(args, kwargs)
         check_same_model(model, self._tensors, group_of(model))
         self._signature = signature_of(model, own_forward(model), args, kwargs)
+
+    def _values_for(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+                    ) -> tuple[Answer, ...]:
+        """The values that the model's code asks for in a call; notes what learning them takes."""
+        own_args, own_kwargs = in_own_containers(model, (args, kwargs))
+        watch = StepWatch(device_of(model), [
+            *model.parameters(), *model.buffers(), *output_tensors((args, kwargs))])
+        is_seen = watch.begin()
+        try:
+            return data_dependent_values(model, lambda: model.forward(*own_args, **own_kwargs))
+        finally:
+            if is_seen:
+                watch.end()
+            self.values_bytes = watch.peak_bytes - watch.begin_bytes
 
     def _may_be_by_blocks(self, planning: Planning) -> bool:
         return (planning.regions is None and self.is_alone and not self.is_whole

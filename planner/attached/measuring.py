@@ -38,7 +38,7 @@ _SECONDS_OF_OP = 30e-6
 """Time to watch one op, which Python takes to be called and to follow its results."""
 _MOST_UNDECIDED = 4
 """Steps that wait for their budget to be known."""
-_CLOSE = 0.005
+CLOSE = 0.005
 """A step exceeds the budget anew if it does so by more than this fraction beyond what was said."""
 
 
@@ -259,7 +259,7 @@ def _report(calls: Sequence[_PlannedCall], measured_bytes: int, predicted_bytes:
             budget_bytes: int, reason: str) -> None:
     """Say that a step exceeded its budget: a warning, unless it was said of one like it."""
     forwards, ratio = _forwards(calls), measured_bytes / budget_bytes
-    is_new = all(ratio > (1 + _CLOSE) * forward.worst_ratio for forward in forwards)
+    is_new = all(ratio > (1 + CLOSE) * forward.worst_ratio for forward in forwards)
     for forward in forwards:
         forward.worst_ratio = max(ratio, forward.worst_ratio)
     names = " and ".join(dict.fromkeys(type(each.__self__).__name__ for each in forwards))

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import nn
 
 import planner
+from planner._apply import plan_backend
+from planner._apply.errors import PlanMismatch
 from planner._graph_capture.memory.allocator import record_stages
+from planner._graph_capture.module_forward import forward_override
+from planner.attached import known
 
 
 class Sized(nn.Module):
@@ -186,3 +192,50 @@ def test_layers_that_select_inside_of_themselves_are_planned_with_the_sizes_of_t
     assert planner.steps_of(net).planned == 3
     assert all(torch.equal(mine.grad, other.grad) for mine, other
                in zip(net.parameters(), plain.parameters(), strict=True))
+
+
+def train_on_graphs_of(net: nn.Module, sizes: list[int]) -> list[int]:
+    """Numbers of graphs compiled after each step on so many nodes."""
+    generator, compilations = torch.Generator().manual_seed(1), []
+    for nodes in sizes:
+        x = torch.randn(nodes, 32, generator=generator)
+        edges = torch.randint(0, nodes, (2, 4 * nodes), generator=generator)
+        net(x, edges).square().mean().backward()
+        found = forward_override(net)
+        compilations.append(sum(graph.code.compilations for graph in found.graphs) if found else 0)
+    return compilations
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("has_other_ops", [False, True])
+def test_smaller_sizes_are_compiled_once_unless_their_graphs_have_other_ops(
+        has_other_ops, monkeypatch):
+    def refuse(*_: object) -> None:
+        raise PlanMismatch("other ops")
+
+    if has_other_ops:
+        monkeypatch.setattr(plan_backend._AnySize, "scheduled", refuse)
+    sizes = [100, 60, 80, 43, 99]
+    plain, net = Layers(), planner.within(Layers(), "95%", optimizer="sgd", time_limit=1)
+    train_on_graphs_of(plain, sizes)
+    compilations = train_on_graphs_of(net, sizes)
+    assert planner.steps_of(net).planned == len(sizes)
+    assert (len({*compilations[1:]}) == 1) is not has_other_ops
+    assert all(torch.equal(mine.grad, other.grad) for mine, other
+               in zip(net.parameters(), plain.parameters(), strict=True))
+
+
+@pytest.mark.slow
+def test_it_is_said_once_that_learning_the_values_took_more_than_the_budget(monkeypatch, caplog):
+    learn = known.data_dependent_values
+
+    def wasteful(model: nn.Module, call: Callable[[], object]) -> object:
+        torch.zeros(4_000_000).sum()
+        return learn(model, call)
+
+    monkeypatch.setattr(known, "data_dependent_values", wasteful)
+    net = planner.within(Layers(), "95%", optimizer="sgd", time_limit=1)
+    train_on_graphs_of(net, [60, 80])
+    assert planner.status(net).plans > 1
+    said = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert len(said) == 1 and "called without gradients as it is written, which took 16." in said[0]
