@@ -132,7 +132,11 @@ class _AnySize:
     lowered: LoweredGraphs = field(default_factory=dict)
     rewritten: dict[int, tuple[ScheduledGraphs, Sequence[int]]] = field(default_factory=dict)
     """By region: its graphs, and the outputs that are taken to be let go before the backward."""
-    schedules: OrderedDict[Values, _Scheduled] = field(default_factory=OrderedDict)
+    given: dict[str, Sequence[str | None]] = field(default_factory=dict)
+    """For each block that has run it, names of the parameters and buffers among its inputs."""
+    schedules: OrderedDict[tuple[str, int, Values], _Scheduled] = field(
+        default_factory=OrderedDict)
+    """By block, number of regions that ran before it, and sizes."""
     running: _Scheduled | None = None
     unlike: Callable[..., Any] | None = None
     """Code that runs instead where it is not the plan's graph."""
@@ -390,11 +394,9 @@ class PlanBackend(OutputWatcher):
                      ) -> Callable[..., Any]:
         """Code that is called in the place of a graph with symbolic sizes, unless it has other ops
         than one with fixed sizes."""
-        place = self._compiled_regions
-
         def target_of(joint: fx.GraphModule, num_outputs: int) -> _AnySize:
-            traced = _AnySize(joint, num_outputs)
-            self._choose_schedule(traced, traced.sizes.now, given, place)
+            traced = _AnySize(joint, num_outputs, given={self.block: given})
+            self._choose_schedule(traced, traced.sizes.now)
             return traced
 
         def without_gradient(graph: fx.GraphModule) -> Callable[[list[Any]], Any]:
@@ -414,7 +416,6 @@ class PlanBackend(OutputWatcher):
                                  leaves_no_trace=self._leaves_no_trace)
         traced = found
         self._any_size.append(traced)
-        self._compiled_regions += 1
         symbols = traced.sizes.places_among(inputs)
 
         def run(*args: Any) -> Any:
@@ -427,9 +428,9 @@ class PlanBackend(OutputWatcher):
         planned = self._calling(module, run, branches)
 
         def call(*args: Any) -> Any:
+            traced.given.setdefault(self.block, self._names(args))
             try:
-                self._choose_schedule(
-                    traced, tuple(int(args[index]) for index in symbols), given, place)
+                self._choose_schedule(traced, tuple(int(args[index]) for index in symbols))
             except PlanMismatch as mismatch:
                 if traced.unlike is None or self.is_trial or not self.has_begun:
                     traced.unlike = self._calling(
@@ -440,17 +441,17 @@ class PlanBackend(OutputWatcher):
 
         return call
 
-    def _choose_schedule(self, traced: _AnySize, values: Values, given: Sequence[str | None],
-                         place: int) -> None:
-        """Let a graph run as the region that it matches where the symbols have these values; raises
-        `PlanMismatch`."""
-        found = traced.schedules.get(values)
+    def _choose_schedule(self, traced: _AnySize, values: Values) -> None:
+        """Let a graph run as the region that it matches in the running block, where the symbols
+        have these values; raises `PlanMismatch`."""
+        block, start = self.block, self.planned_runs
+        found = traced.schedules.get((block, start, values))
         if found is None:
             match = self._matching_region(
-                traced.joint, traced.num_outputs, given, self._regions, place, traced.lowered,
-                lambda lowered: region_at(lowered, traced.sizes, values))
+                traced.joint, traced.num_outputs, traced.given[block], self._regions_of(block),
+                start, traced.lowered, lambda lowered: region_at(lowered, traced.sizes, values))
             found = traced.scheduled(self._spec, match, values, self._note_unplanned)
-            traced.schedules[values] = found
+            traced.schedules[block, start, values] = found
             if len(traced.schedules) > _MOST_SIZES:
                 traced.schedules.popitem(last=False)
         traced.running = found
