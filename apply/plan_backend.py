@@ -348,11 +348,7 @@ class PlanBackend(OutputWatcher):
             traced.schedules = self._schedules(traced)
             return traced
 
-        def without_gradient(graph: fx.GraphModule) -> Callable[[list[Any]], Any]:
-            self._leaves_no_trace = _leaves_no_trace(graph.graph)
-            return boxed_callable(graph)
-
-        compiled, traced = compiled_as_stubs(module, inputs, target_of, without_gradient)
+        compiled, traced = compiled_as_stubs(module, inputs, target_of, self._without_gradient)
         if traced is None:
             return self._calling(module, compiled, branches,
                                  leaves_no_trace=self._leaves_no_trace)
@@ -385,6 +381,23 @@ class PlanBackend(OutputWatcher):
             graph.region.forward = traced.forward
             graph.run = self._calling_traced(graph.compiled, graph.branches, traced)
 
+    def _without_gradient(self, graph: fx.GraphModule) -> Callable[[list[Any]], Any]:
+        """Code of a graph that needs no gradient."""
+        self._leaves_no_trace = _leaves_no_trace(graph.graph)
+        return boxed_callable(graph)
+
+    def _running(self, compiled: Callable[..., Any], traced: _Traced | _AnySize
+                 ) -> Callable[..., Any]:
+        """Code of a traced graph, under the schedule that was chosen for it."""
+        def run(*args: Any) -> Any:
+            self.planned_runs += 1
+            outputs = compiled(*args)
+            assert traced.running is not None
+            watch(outputs, traced.running.watched, self._output_is_held)
+            return outputs
+
+        return run
+
     @property
     def _of_fixed_sizes(self) -> Callable[..., Callable[..., Any]]:
         return self._exchangeable if self.is_exchangeable else self._fixed
@@ -399,13 +412,9 @@ class PlanBackend(OutputWatcher):
             self._choose_schedule(traced, traced.sizes.now)
             return traced
 
-        def without_gradient(graph: fx.GraphModule) -> Callable[[list[Any]], Any]:
-            self._leaves_no_trace = _leaves_no_trace(graph.graph)
-            return boxed_callable(graph)
-
         take_equal_sizes_for_one(inputs)
         try:
-            compiled, found = compiled_as_stubs(module, inputs, target_of, without_gradient)
+            compiled, found = compiled_as_stubs(module, inputs, target_of, self._without_gradient)
         except Exception as error:
             if not isinstance(getattr(error, "inner_exception", error), PlanMismatch):
                 raise
@@ -418,17 +427,11 @@ class PlanBackend(OutputWatcher):
         self._any_size.append(traced)
         symbols = traced.sizes.places_among(inputs)
 
-        def run(*args: Any) -> Any:
-            self.planned_runs += 1
-            outputs = compiled(*args)
-            assert traced.running is not None
-            watch(outputs, traced.running.watched, self._output_is_held)
-            return outputs
-
-        planned = self._calling(module, run, branches)
+        planned = self._calling(module, self._running(compiled, traced), branches)
 
         def call(*args: Any) -> Any:
-            traced.given.setdefault(self.block, self._names(args))
+            if self.block not in traced.given:
+                traced.given[self.block] = self._names(args)
             try:
                 self._choose_schedule(traced, tuple(int(args[index]) for index in symbols))
             except PlanMismatch as mismatch:
@@ -458,20 +461,13 @@ class PlanBackend(OutputWatcher):
 
     def _calling_traced(self, compiled: Callable[..., Any], branches: Sequence[Branch],
                         traced: _Traced) -> Callable[..., Any]:
-        def run(*args: Any) -> Any:
-            self.planned_runs += 1
-            outputs = compiled(*args)
-            assert traced.running is not None
-            watch(outputs, traced.running.watched, self._output_is_held)
-            return outputs
-
         def choose(args: tuple[Any, ...]) -> None:
             if self.block not in traced.schedules:
                 traced.given.setdefault(self.block, self._names(args))
                 traced.schedules = self._schedules(traced)
             traced.running = traced.schedules[self.block]
 
-        planned = self._calling(traced.module, run, branches)
+        planned = self._calling(traced.module, self._running(compiled, traced), branches)
 
         def call(*args: Any) -> Any:
             if self.block not in traced.unlike:
