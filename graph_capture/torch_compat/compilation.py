@@ -14,6 +14,7 @@ from typing import Any
 from unittest import mock
 
 from planner._graph_capture.module_forward import call_forward, own_forward
+from planner._graph_capture.torch_compat.dispatch import decompositions_off
 from planner._graph_capture.torch_compat.recurrent import recurrent_layers_trained
 from planner._graph_capture.torch_compat.requirements import require
 
@@ -102,7 +103,7 @@ def aot_backend(partition: PartitionFunction, forward_compiler: Callable[..., An
                             inference_compiler=forward_compiler, partition_fn=partition)
 
     def backend(module: fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Any:
-        with recurrent_layers_trained(module):
+        with recurrent_layers_trained(module), decompositions_off():
             return compiled(module, inputs, **options)
 
     return backend
@@ -135,6 +136,8 @@ def compile_settings(*, donated_buffers: bool = False) -> Iterator[None]:
       selects, and the size of a selection depends on values.
     - The graph breaks where a tensor is given other data (`tensor.data = other`), which AOTAutograd
       cannot do after the graph has run.
+    - The backward is traced without autocast, as the plain step runs it; torch would trace it under
+      that of the forward, and cast what the model keeps in 32 bits.
     - NumPy's random numbers are NumPy's: the graph breaks where they are drawn, in place of drawing
       from torch's.
     - Code in which there was nothing to capture when it first ran is examined again when it runs
@@ -162,7 +165,7 @@ def compile_settings(*, donated_buffers: bool = False) -> Iterator[None]:
             use_numpy_random_stream=True,
         ),
         functorch_config.patch(
-            enable_autograd_cache=False, debug_assert=False,
+            backward_pass_autocast="off", enable_autograd_cache=False, debug_assert=False,
             donated_buffer=donated_buffers and functorch_config.donated_buffer,
         ),
         mock.patch.object(InstructionTranslatorBase, "maybe_has_backedge", _ends_at_break),

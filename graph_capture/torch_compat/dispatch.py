@@ -12,10 +12,11 @@ autocast meanwhile.
 from __future__ import annotations
 
 import functools
+import re
 import threading
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -26,6 +27,7 @@ from planner._graph_capture.torch_compat.requirements import require
 require(__name__)
 
 import torch
+from torch._decomp.decompositions import upsample_compute_output_size
 from torch._ops import OpOverload
 
 
@@ -111,6 +113,68 @@ def decomposition_of(op: OpOverload) -> Callable[..., Any] | None:
     """AOTAutograd's own decomposition of an op, if it differs from torch's composition."""
     found: Callable[..., Any] | None = op.py_kernels.get(torch._C.DispatchKey.Autograd)
     return found
+
+
+_DECOMPOSED = re.compile(
+    r"_?upsample_(?!.*_aa$)|(cudnn_batch_norm|dropout|hardshrink|softshrink|multi_margin_loss"
+    r"|multilabel_margin_loss_forward)$")
+"""Ops that AOTAutograd composes of others although autograd runs them, with their own backward."""
+_AUTOGRAD_KEYS = (torch._C.DispatchKey.Autograd,
+                  torch._C.DispatchKey.CompositeImplicitAutograd)
+
+
+@contextmanager
+def decompositions_off() -> Iterator[None]:
+    """Inside, AOTAutograd traces ops as autograd runs them: `upsample_bilinear2d`, for one, and its
+    backward, in place of 20 gathers and products that sum in another order and save more.
+
+    Left to it are dropout in 32 bits (the same random numbers and values, and a mask of one byte an
+    element), batch normalization on a CPU (the same kernel), and recurrent layers
+    (`torch_compat.recurrent`).
+    """
+    before = [(op, dict(op.py_kernels)) for op in _decomposed_ops()]
+    try:
+        for op, kernels in before:
+            for key in {*kernels}.intersection(_AUTOGRAD_KEYS):
+                decomposition = op.py_kernels.pop(key)
+                if op is torch.ops.aten.dropout.default:
+                    op.py_kernels[key] = functools.partial(_dropout, decomposition)
+                elif op._overloadname == "vec":
+                    op.py_kernels[key] = functools.partial(_resize, op)
+            op._dispatch_cache.clear()
+        yield
+    finally:
+        for op, kernels in before:
+            op.py_kernels.clear()
+            op.py_kernels.update(kernels)
+            op._dispatch_cache.clear()
+
+
+@functools.cache
+def _decomposed_ops() -> tuple[OpOverload, ...]:
+    names = {name.removeprefix("aten::").partition(".")[0]
+             for name in torch._C._dispatch_get_all_op_names() if name.startswith("aten::")}
+    packets = [getattr(torch.ops.aten, name) for name in sorted(names) if _DECOMPOSED.match(name)]
+    return tuple(op for packet in packets
+                 for op in (getattr(packet, overload) for overload in packet.overloads())
+                 if any(key in op.py_kernels for key in _AUTOGRAD_KEYS))
+
+
+def _dropout(decomposition: Callable[..., Any], x: torch.Tensor, p: float, train: bool) -> Any:
+    """Dropout of 16 bits on a CPU, whose factors are rounded to 16 bits; `native_dropout` rounds
+    only the gradient."""
+    if not (train and 0 < p < 1) or x.dtype not in (torch.bfloat16, torch.float16) or (
+            x.device.type not in ("cpu", "meta") or getattr(_of_thread, "kernels", None)):
+        return decomposition(x, p, train)
+    mask = torch.empty_like(x, dtype=torch.bool).bernoulli_(1 - p)
+    return x * mask.to(x.dtype).div_(1 - p)
+
+
+def _resize(op: OpOverload, x: torch.Tensor, size: Sequence[int] | None, *rest: Any) -> Any:
+    """`interpolate` by size or by factors; torch's own composition takes no symbolic sizes."""
+    *corners, factors = rest
+    size = upsample_compute_output_size(x.shape, size, factors)
+    return op._overloadpacket.default(x, size, *corners, *(factors or ()))
 
 
 def as_composed(op: OpOverload) -> Callable[..., Any]:

@@ -1,12 +1,14 @@
 """Corrects fake kernels of torch that are incomplete, when this module is imported.
 
 A fake kernel computes the shapes of an op's results.  Torch's own refuses the grouped matrix
-product in all dtypes but bfloat16, and gives the fused LSTM of CPUs a reserve of no bytes.
+product in all dtypes but bfloat16, gives the fused LSTM of CPUs a reserve of no bytes, and takes no
+symbolic sizes for the gradient of an interpolation.
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 from planner._graph_capture.torch_compat.requirements import require
@@ -15,9 +17,12 @@ require(__name__)
 
 import torch
 from torch._meta_registrations import _create_grouped_mm_output_tensor
+from torch._prims_common import suggest_memory_format
 from torch._subclasses.fake_impls import op_implementations_dict
 
 from planner._graph_capture.torch_compat.memory import no_active_modes
+
+_aten = torch.ops.aten
 
 
 def _grouped_product(mode: Any, func: Any, mat_a: torch.Tensor, mat_b: torch.Tensor,
@@ -65,5 +70,18 @@ def _reserve_bytes(steps: int, step: tuple[int, ...], dtype: torch.dtype,
     return int(reserve.numel())
 
 
-op_implementations_dict.setdefault(torch.ops.aten._grouped_mm.default, _grouped_product)
-op_implementations_dict.setdefault(torch.ops.aten.mkldnn_rnn_layer.default, _fused_lstm)
+def _gradient_of_resize(mode: Any, func: Any, gradient: torch.Tensor, output_size: Sequence[int],
+                        input_size: Sequence[int], *_: Any) -> Any:
+    if all(isinstance(size, int) for size in (*gradient.shape, *output_size, *input_size)):
+        return NotImplemented  # torch supports it
+    has_format = func is not _aten.upsample_bicubic2d_backward.default
+    with mode:
+        return gradient.new_empty(input_size).to(memory_format=(
+            suggest_memory_format(gradient) if has_format else torch.contiguous_format))
+
+
+for _backward in (_aten.upsample_linear1d_backward, _aten.upsample_bilinear2d_backward,
+                  _aten.upsample_trilinear3d_backward, _aten.upsample_bicubic2d_backward):
+    op_implementations_dict.setdefault(_backward.default, _gradient_of_resize)
+op_implementations_dict.setdefault(_aten._grouped_mm.default, _grouped_product)
+op_implementations_dict.setdefault(_aten.mkldnn_rnn_layer.default, _fused_lstm)

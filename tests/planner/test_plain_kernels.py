@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import fx, nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -165,3 +166,79 @@ def test_the_plain_steps_ops_and_bits(name, mask, monkeypatch):
     assert all(map(torch.equal, expected, step(plan.apply(model))))
     more = any("more than" in note for note in plan.notes)
     assert plan.peak_bytes <= plan.baseline_peak_bytes or (more and name == "whisper")
+
+
+class Pyramid(nn.Module):
+    """Features of two resolutions, resized in several ways."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fine, self.coarse = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 8, 3, 2, padding=1)
+        self.head = nn.Conv2d(8, 4, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        fine = F.softshrink(self.fine(x))
+        coarse = F.hardshrink(self.coarse(fine))
+        for settings in ({"mode": "nearest"}, {"mode": "bilinear", "align_corners": False},
+                         {"mode": "bicubic", "align_corners": True}, {"mode": "nearest-exact"}):
+            fine = fine + F.interpolate(coarse, size=fine.shape[2:], **settings)
+        return self.head(F.interpolate(fine, scale_factor=2, mode="bilinear")).square().mean()
+
+
+def test_an_interpolation_is_one_op_at_every_size(monkeypatch):
+    torch.manual_seed(0)
+    model, images = Pyramid(), [torch.randn(2, 3, side, side) for side in (16, 24, 20)]
+    with Dispatched() as plain:
+        model(images[0]).backward()
+    _, found = captured(monkeypatch, lambda: planner.plan(model, images[0]))
+    assert {op: count for op, count in plain.ops.counts.items() if "upsample" in op} == {
+        op: count for op, count in found.counts.items() if "upsample" in op}
+    expected = gradients_of_each(model, images)
+    planner.within(model, "80%")
+    assert all(map(torch.equal, gradients_of_each(model, images), expected))
+    status = planner.status(model)
+    assert status.planned_steps == status.steps == len(images)
+
+
+class Mixed(nn.Module):
+    """Attention with dropout, and a part that the model keeps in 32 bits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(32, 96) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            query, key, value = (part.reshape(2, 4, 12, 8) for part in layer(x).chunk(3, -1))
+            attended = F.scaled_dot_product_attention(query, key, value, dropout_p=0.1)
+            with torch.autocast("cpu", enabled=False):
+                scores = query.float() @ key.float().transpose(-1, -2)
+                exact = F.dropout(scores.softmax(-1), 0.1) @ value.float()
+            x = x + F.dropout(attended + exact.to(attended.dtype), 0.1).reshape(x.shape)
+        return x.float().square().mean()
+
+
+@pytest.mark.parametrize("dtype", [
+    torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.slow)])
+def test_the_bits_of_mixed_precision(dtype):
+    torch.manual_seed(0)
+    model, batches = Mixed(), [torch.randn(2, 12, 32) for _ in range(3)]
+    expected = gradients_of_each(model, batches, dtype)
+    planner.within(model, "80%")
+    assert all(map(torch.equal, gradients_of_each(model, batches, dtype), expected))
+    status = planner.status(model)
+    assert status.planned_steps == status.steps == len(batches)
+
+
+def gradients_of_each(model: nn.Module, inputs: list[torch.Tensor],
+                      dtype: torch.dtype | None = None) -> list[torch.Tensor]:
+    """Loss and gradients of a step with each input."""
+    found: list[torch.Tensor] = []
+    for number, x in enumerate(inputs):
+        model.zero_grad()
+        torch.manual_seed(number)
+        with torch.autocast("cpu", dtype, enabled=dtype is not None):
+            loss = model(x)
+        loss.backward()
+        found += [loss.detach(), *(p.grad for p in model.parameters() if p.grad is not None)]
+    return found
