@@ -27,7 +27,12 @@ from torch import fx
 from planner._graph_capture.errors import CaptureError
 from planner._graph_capture.joint_graph.inplace import can_write_inplace
 from planner._graph_capture.joint_graph.replay import is_random
-from planner._graph_capture.joint_graph.walks import descendants, operands, readers
+from planner._graph_capture.joint_graph.walks import (
+    ancestors,
+    descendants,
+    operands,
+    readers,
+)
 from planner._graph_capture.torch_compat import (
     OpOverload,
     copied_module,
@@ -110,10 +115,25 @@ def clean_joint_graph(
     _prune_backward(graph, num_forward_outputs,
                     [t for t, used in zip(tangents, cotangents, strict=True) if not used])
     eliminate_dead_code(graph)
+    _forward_first(graph, num_forward_outputs)
     halve_convolution_backwards(graph)
     _hasten_gradients(graph, num_forward_outputs)
     graph.lint()
     return _described(graph, module, primals, tangents, num_forward_outputs)
+
+
+def _forward_first(graph: fx.Graph, num_forward_outputs: int) -> None:
+    """Move the forward before the backward.  A returned view of a tensor that is written in place
+    is traced again after the backward."""
+    returned: Any = graph.output_node().args[0]
+    forward = ancestors((node for node in returned[:num_forward_outputs]
+                         if isinstance(node, fx.Node)), lambda node: node.op != "placeholder")
+    backward = descendants(filter(is_cotangent, graph.find_nodes(op="placeholder")))
+    nodes = [node for node in graph.nodes if node.op != "placeholder"]
+    begin = next((place for place, node in enumerate(nodes) if node in backward), len(nodes))
+    for node in nodes[begin:]:
+        if node in forward:
+            nodes[begin].prepend(node)
 
 
 def _without_duplicates(graph: fx.Graph) -> fx.Graph:

@@ -53,7 +53,12 @@ from planner.attached.measuring import (
     watched_bytes_beside,
 )
 from planner.attached.methods import MethodSearch, model_of, plan_methods, planned_methods
-from planner.attached.optimizers import observe, observers, stop_observing
+from planner.attached.optimizers import (
+    observe,
+    observers,
+    optimizers_with_state,
+    stop_observing,
+)
 from planner.attached.planned_graph import (
     PendingCall,
     PlannedGraph,
@@ -138,7 +143,8 @@ class ObservingForward(CountingForward):
     def _begin_observing(self) -> None:
         """Reset: nothing observed."""
         self._watch: LossWatch | None = None
-        self._optimizers: list[ref[Optimizer]] = []
+        self._optimizers = [ref(each) for each in
+                            optimizers_with_state(self.__self__.parameters())]
         self._in_step: ref[Optimizer] | None = None
         """The optimizer whose step runs; those that it steps itself are none of the loop's."""
         self._defers_reduction = self._backward_seen = self._in_backward = False

@@ -1,4 +1,4 @@
-"""Observe which optimizers step a model's parameters.
+"""Optimizers that step a model's parameters: those that have, and those that are seen to.
 
 Two hooks of torch's are registered for the whole process, the first time that somebody asks; they
 look at an optimizer once for each model that is watched.
@@ -8,9 +8,12 @@ Blind spots: optimizers that are not torch's, and those that update copies of th
 
 from __future__ import annotations
 
+import gc
+from collections.abc import Iterable
 from typing import Any, Protocol
 from weakref import WeakSet
 
+from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
@@ -38,6 +41,15 @@ def observe(observer: StepObserver) -> None:
     if not _hooks:
         _hooks.append(register_optimizer_step_pre_hook(_before_step))
         _hooks.append(register_optimizer_step_post_hook(_after_step))
+
+
+def optimizers_with_state(parameters: Iterable[nn.Parameter]) -> list[Optimizer]:
+    """The optimizers that have stepped some of the parameters before: in training that is resumed.
+    """
+    mine = {id(parameter) for parameter in parameters}
+    # A wrapper of another optimizer has that one's state by a property, and is none of its own.
+    return [found for found in gc.get_objects() if issubclass(type(found), Optimizer)
+            and any(id(key) in mine for key in vars(found).get("state", ()))]
 
 
 def stop_observing(observer: StepObserver) -> None:
