@@ -429,7 +429,7 @@ class StorageLessCopier(FakeCopier):
             # An input without values: `graph_capture.fake_copies.input_values`.
             known = (assumed_value(original, self.device) if is_assumed
                      else _copied(original.detach(), self.device))
-            self.fake_of[real] = self.memo[id(real)] = known
+            self.fake_of[real] = self.memo[id(real)] = known.requires_grad_(original.requires_grad)
             self.storage_bytes[storage_key(known)] = real.untyped_storage().nbytes()
         return super().tensor(real)
 

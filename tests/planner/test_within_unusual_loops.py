@@ -352,3 +352,78 @@ def test_a_loss_that_calls_a_planned_model_for_its_target(loss_of):
     plan = planner.plan_of(net)
     assert plan.limited_bytes <= plan.budget_bytes
     assert own + last.peak_bytes == pytest.approx(plan.peak_bytes, rel=1e-3)
+
+
+class Tempered(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = layers()
+
+    def forward(self, x: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
+        return self.body(x) / temperature
+
+
+def test_a_number_that_needs_a_gradient_may_be_an_argument():
+    torch.manual_seed(0)
+    plain, exponent = Tempered(), nn.Parameter(torch.tensor(0.5))
+    net = planner.within(copy.deepcopy(plain), "80%", time_limit=1)
+    x, found = torch.randn(64, 32), []
+    for each in (plain, net, net):
+        exponent.grad = None
+        each.zero_grad()
+        each(x, exponent.exp()).square().mean().backward()
+        found.append([exponent.grad, *(parameter.grad for parameter in each.parameters())])
+    for mine, again, theirs in zip(found[1], found[2], found[0], strict=True):
+        assert torch.equal(mine, theirs) and torch.equal(again, theirs)
+    assert planner.status(net).planned_steps == 2
+
+
+class Scattered(nn.Module):
+    """Writes rows into a padded tensor and returns a part of it, as `to_dense_batch` of
+    torch_geometric."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.last = layers(), nn.Linear(32, 32)
+
+    def forward(self, x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        padded = x.new_zeros(91, 32)
+        padded[rows] = self.last(self.body(x))
+        return padded[:90].view(3, 30, 32)
+
+
+def test_a_view_of_a_tensor_that_was_written_into_may_be_returned():
+    torch.manual_seed(0)
+    model, x, rows = Scattered(), torch.randn(60, 32), torch.randperm(90)[:60]
+    model(x, rows).square().mean().backward()
+    expected = [parameter.grad for parameter in model.parameters()]
+    model.zero_grad()
+    plan = planner.plan(model, (x, rows), loss_fn=lambda out: out.square().mean(), budget="80%",
+                        time_limit=1)
+    assert planner.verify(model, plan, (x, rows), loss_fn=lambda out: out.square().mean()).ok
+    planned = plan.apply(model)
+    planned(x, rows).square().mean().backward()
+    assert all(torch.equal(parameter.grad, grad) for parameter, grad in zip(
+        planned.parameters(), expected, strict=True))
+
+
+def test_training_that_is_resumed_has_its_optimizer_from_the_first_step_on():
+    def run(budget: int | None) -> list[int]:
+        torch.manual_seed(0)
+        net, x = layers(6, 64), torch.randn(256, 64)
+        optimizer = torch.optim.AdamW(net.parameters())
+
+        def step(number: int) -> None:
+            if number == 2 and budget is not None:
+                planner.within(net, budget, time_limit=1)
+            loss = net(x).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+
+        records = record_stages([lambda number=number: step(number) for number in range(5)])
+        resident = sum(p.numel() * p.element_size() for p in net.parameters())
+        return [resident + record.peak_bytes for record in records]
+
+    budget = int(0.68 * max(run(None)))
+    assert max(run(budget)[2:]) <= budget
