@@ -21,10 +21,11 @@ tensor's value cannot be traced; the original's gradients are not copied; a user
 from __future__ import annotations
 
 import copy
+import copyreg
 import functools
 import types
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -272,7 +273,7 @@ class FakeCopier(TorchFunctionMode):
             for _, tensor in named(remove_duplicate=False):
                 self.tensor(tensor)
         try:
-            with self:
+            with self, _copied_by_attributes():
                 copied: nn.Module = copy.deepcopy(model, self.memo)
         except CaptureError:
             raise
@@ -448,3 +449,31 @@ class _SameTensors(TorchFunctionMode):
         if func is torch.Tensor.__deepcopy__:
             return args[0]
         return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def _copied_by_attributes() -> Iterator[None]:
+    """Inside, `copy.deepcopy` copies the attributes of modules whose class defines how they are
+    pickled: those of keras save their weights and load them into new tensors."""
+    own = [kind for kind in _subclasses(nn.Module)
+           if kind not in copyreg.dispatch_table and not kind.__module__.startswith("torch.")
+           and kind.__reduce__ is not object.__reduce__ and not hasattr(kind, "__deepcopy__")]
+    for kind in own:
+        copyreg.pickle(kind, _attributes_of)
+    try:
+        yield
+    finally:
+        for kind in own:
+            del copyreg.dispatch_table[kind]
+
+
+def _subclasses(kind: type[nn.Module]) -> set[type[nn.Module]]:
+    found, pending = {kind}, [kind]
+    while pending:
+        pending = [each for base in pending for each in base.__subclasses__() if each not in found]
+        found.update(pending)
+    return found
+
+
+def _attributes_of(module: nn.Module) -> tuple[Any, ...]:
+    return object.__new__, (type(module),), vars(module)

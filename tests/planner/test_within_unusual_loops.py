@@ -427,3 +427,34 @@ def test_training_that_is_resumed_has_its_optimizer_from_the_first_step_on():
 
     budget = int(0.66 * max(run(None)))
     assert max(run(budget)[2:]) <= budget
+
+
+def reloaded(width: int) -> Reloads:
+    return Reloads(width)
+
+
+class Reloads(nn.Module):
+    """A module that is pickled as keras' are: what is loaded has tensors of its own."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.width, self.body = width, layers(3, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.body(x)
+
+    def __reduce__(self) -> tuple[Callable[[int], Reloads], tuple[int]]:
+        return reloaded, (self.width,)
+
+
+def test_a_module_that_defines_how_it_is_pickled():
+    torch.manual_seed(0)
+    net, x = nn.Sequential(Reloads(32), nn.Linear(32, 4)), torch.randn(64, 32)
+    net(x).square().mean().backward()
+    expected = [parameter.grad for parameter in net.parameters()]
+    net.zero_grad()
+    planner.within(net, "80%", time_limit=1)
+    net(x).square().mean().backward()
+    assert all(torch.equal(parameter.grad, grad) for parameter, grad in zip(
+        net.parameters(), expected, strict=True))
+    assert planner.status(net).planned_steps == 1
