@@ -5,11 +5,11 @@ buffers and random state are restored afterwards.  The peak is measured by the a
 planned step, after one that compiles; resident memory and the optimizer, which do not run here, are
 added as predicted.
 
-In 16-bit floats, by autocast or by the model's own dtype, a captured step rounds differently from
-the plain one, with or without a plan.  A planned step that differs from the plain one by more than
-the tolerance is therefore compared with the step as torch captures it without a plan (the backend
-`aot_eager`), which runs the same kernels on the same operands.  Inductor's fused kernels round in
-yet another way, which depends on what is recomputed: there the tolerance is larger.
+In 16-bit floats, by autocast or by the model's own dtype, one op more or less that rounds changes
+the third digit.  A planned step that differs from the plain one by more than the tolerance is there
+compared with the step as torch captures it without a plan (the backend `aot_eager`) as well.
+Inductor's fused kernels round in yet another way, which depends on what is recomputed: there the
+tolerance is larger.
 
 For a model wrapped for many ranks nothing is copied, since wrappers keep references to the model:
 the model's forward is replaced by the plan's during a planned step, and by the original one during
