@@ -143,8 +143,9 @@ class ObservingForward(CountingForward):
     def _begin_observing(self) -> None:
         """Reset: nothing observed."""
         self._watch: LossWatch | None = None
-        self._optimizers = [ref(each) for each in
-                            optimizers_with_state(self.__self__.parameters())]
+        self._optimizers: list[ref[Optimizer]] = []
+        self._has_looked_back = False
+        """True once optimizers were looked for that have stepped before."""
         self._in_step: ref[Optimizer] | None = None
         """The optimizer whose step runs; those that it steps itself are none of the loop's."""
         self._defers_reduction = self._backward_seen = self._in_backward = False
@@ -178,6 +179,10 @@ class ObservingForward(CountingForward):
         """Reset per-call state."""
         self._in_backward, self._last_call = False, next(_clock)
         self._parameters = parameters_of(modules_of(self.__self__))
+        if not self._has_looked_back:
+            self._has_looked_back = True
+            if not self._optimizers:
+                self._optimizers += map(ref, optimizers_with_state(self._parameters))
 
     def _observe_hooks(self) -> None:
         """See what hooks of the parameters do with gradients, in one backward."""
