@@ -27,12 +27,7 @@ from torch import fx
 from planner._graph_capture.errors import CaptureError
 from planner._graph_capture.joint_graph.inplace import can_write_inplace
 from planner._graph_capture.joint_graph.replay import is_random
-from planner._graph_capture.joint_graph.walks import (
-    ancestors,
-    descendants,
-    operands,
-    readers,
-)
+from planner._graph_capture.joint_graph.walks import ancestors, descendants, operands, readers
 from planner._graph_capture.torch_compat import (
     OpOverload,
     copied_module,
@@ -128,12 +123,12 @@ def _forward_first(graph: fx.Graph, num_forward_outputs: int) -> None:
     returned: Any = graph.output_node().args[0]
     forward = ancestors((node for node in returned[:num_forward_outputs]
                          if isinstance(node, fx.Node)), lambda node: node.op != "placeholder")
-    backward = descendants(filter(is_cotangent, graph.find_nodes(op="placeholder")))
+    backward = _in_backward(graph)
     nodes = [node for node in graph.nodes if node.op != "placeholder"]
-    begin = next((place for place, node in enumerate(nodes) if node in backward), len(nodes))
-    for node in nodes[begin:]:
+    first = next((node for node in nodes if node in backward), graph.output_node())
+    for node in nodes[nodes.index(first):]:
         if node in forward:
-            nodes[begin].prepend(node)
+            first.prepend(node)
 
 
 def _without_duplicates(graph: fx.Graph) -> fx.Graph:

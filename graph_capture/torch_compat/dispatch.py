@@ -119,8 +119,7 @@ _DECOMPOSED = re.compile(
     r"_?upsample_(?!.*_aa$)|(cudnn_batch_norm|dropout|hardshrink|softshrink|multi_margin_loss"
     r"|multilabel_margin_loss_forward)$")
 """Ops that AOTAutograd composes of others although autograd runs them, with their own backward."""
-_AUTOGRAD_KEYS = (torch._C.DispatchKey.Autograd,
-                  torch._C.DispatchKey.CompositeImplicitAutograd)
+_AUTOGRAD_KEYS = (torch._C.DispatchKey.Autograd, torch._C.DispatchKey.CompositeImplicitAutograd)
 
 
 @contextmanager

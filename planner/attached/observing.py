@@ -53,12 +53,7 @@ from planner.attached.measuring import (
     watched_bytes_beside,
 )
 from planner.attached.methods import MethodSearch, model_of, plan_methods, planned_methods
-from planner.attached.optimizers import (
-    observe,
-    observers,
-    optimizers_with_state,
-    stop_observing,
-)
+from planner.attached.optimizers import observe, observers, optimizers_with_state, stop_observing
 from planner.attached.planned_graph import (
     PendingCall,
     PlannedGraph,
@@ -144,8 +139,6 @@ class ObservingForward(CountingForward):
         """Reset: nothing observed."""
         self._watch: LossWatch | None = None
         self._optimizers: list[ref[Optimizer]] = []
-        self._has_looked_back = False
-        """True once optimizers were looked for that have stepped before."""
         self._in_step: ref[Optimizer] | None = None
         """The optimizer whose step runs; those that it steps itself are none of the loop's."""
         self._defers_reduction = self._backward_seen = self._in_backward = False
@@ -176,13 +169,11 @@ class ObservingForward(CountingForward):
         self._began_in_step = True
 
     def _begin_call(self) -> None:
-        """Reset per-call state."""
-        self._in_backward, self._last_call = False, next(_clock)
+        """Reset per-call state.  The first call looks for optimizers that have stepped before."""
         self._parameters = parameters_of(modules_of(self.__self__))
-        if not self._has_looked_back:
-            self._has_looked_back = True
-            if not self._optimizers:
-                self._optimizers += map(ref, optimizers_with_state(self._parameters))
+        if not self._last_call and not self._optimizers:
+            self._optimizers += map(ref, optimizers_with_state(self._parameters))
+        self._in_backward, self._last_call = False, next(_clock)
 
     def _observe_hooks(self) -> None:
         """See what hooks of the parameters do with gradients, in one backward."""

@@ -32,7 +32,7 @@ def test_the_step_is_planned_and_verified_under_autocast(name, autocast):
     found = verified(case, plan)
     assert found.ok, str(found)
     assert found.peak_bytes == pytest.approx(plan.peak_bytes, rel=0.02 if name == "unet" else 0)
-    # From the plain step it is as far as any captured step, from that without a plan not at all.
+    # The planned step rounds as the plain one does.
     assert found.max_gradient_error == found.loss_error == 0
 
 
