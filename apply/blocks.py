@@ -29,7 +29,7 @@ from planner._apply.planned_code import (
     DID_MORE_OUTSIDE,
     CompiledCode,
     PlannedCode,
-    tensors_of,
+    known_tensors,
 )
 from planner._apply.rewrite_spec import RewriteSpec, decisions_of
 from planner._apply.symbolic_code import SizedCode
@@ -134,8 +134,9 @@ class PlannedBlocks:
             *self._code_of.items(), *((name, None) for name in self._alike)) if name]
         rest = self._code_of.get("")
         unseen = () if rest is None else [block for _, block, _ in blocks]
-        with (compile_settings(donated_buffers=self._is_compiled),  # once, in place of each block
-              nullcontext() if self._is_compiled else as_plain_code(tensors_of(args, kwargs)),
+        plain = (nullcontext() if self._is_compiled
+                 else as_plain_code(partial(known_tensors, module, args, kwargs)))
+        with (compile_settings(donated_buffers=self._is_compiled), plain,  # once for all blocks
               in_place_of_forwards((block, self._call_of(name, block, code))
                                    for name, block, code in blocks),
               called_unseen(unseen)):

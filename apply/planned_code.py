@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -115,7 +116,7 @@ class CompiledCode:
             self._compiled[trained] = self._compile()
         # Around blocks that is so already.
         plain = (nullcontext() if self._is_compiled or self._is_of_blocks
-                 else as_plain_code(tensors_of(args, kwargs)))
+                 else as_plain_code(partial(known_tensors, module, args, kwargs)))
         with (compile_settings(donated_buffers=self._is_compiled), plain,
               self._marked_sizes(args, kwargs), self._entered()):
             try:
@@ -214,10 +215,11 @@ def is_exchangeable(spec: RewriteSpec) -> bool:
             and not any(region.elided for region in spec.regions))
 
 
-def tensors_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Mapping[int, torch.Tensor]:
-    """The tensors that code is called with, by identity."""
-    return {id(leaf): leaf for leaf in pytree.tree_leaves((args, kwargs))
-            if isinstance(leaf, torch.Tensor)}
+def known_tensors(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+                  ) -> Mapping[int, torch.Tensor]:
+    """The tensors that a module is called with and its buffers, by identity."""
+    leaves = (*pytree.tree_leaves((args, kwargs)), *module.buffers())
+    return {id(leaf): leaf for leaf in leaves if isinstance(leaf, torch.Tensor)}
 
 
 def _backend_of(model: nn.Module, spec: RewriteSpec, regions: Sequence[int] | None) -> PlanBackend:

@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -177,7 +178,7 @@ def record_step(fake_copy: FakeCopy, run_step: RunStep, workspace: Workspace,
                                            code)
     hooks = (wrapper or Wrapper()).attached(fake_copy.model, recorder.make_buffer)
     # A graph of Inductor's is the one that torch.compile makes.
-    plain = nullcontext() if compiled else as_plain_code(values_of_inputs(fake_copy))
+    plain = nullcontext() if compiled else as_plain_code(partial(values_of_inputs, fake_copy))
     recorded = nullcontext() if recorder.code is None else (
         recorder.code.recorded(repeated, recorder.follow))
     with (warnings.catch_warnings(), compile_settings(), plain, fake_copy.as_on_device(),

@@ -94,10 +94,14 @@ class FakeCopy:
     """Blocks that the call skips, which are to run all the same."""
     kernels: DeviceKernels | None = None
     """Replaces the kernels of an absent `device`; `None`: torch chooses."""
+    copied: FakeCopy | None = None
+    """The fake copy that this is a storage-less copy of."""
 
     def originals(self) -> dict[int, torch.Tensor]:
-        """The tensors of the original by identity of their fake copies."""
-        return {id(fake): original for original, fake in self.fake_of.items()}
+        """The tensors of the user's by identity of their fake copies."""
+        behind = {} if self.copied is None else self.copied.originals()
+        return {id(fake): behind.get(id(original), original)
+                for original, fake in self.fake_of.items()}
 
     def forward_context(self) -> AbstractContextManager[Any]:
         """The autocast context of forward and loss; an active outer autocast applies as well."""

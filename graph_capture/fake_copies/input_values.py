@@ -1,7 +1,8 @@
-"""The values of a step's inputs, as far as the model's code may look at them before it runs.
+"""The values of a step's inputs and of buffers, as far as the model's code may look at them before
+it runs.
 
-Inputs of integers are looked at, as a padding mask is; an input without values (on `meta`) is taken
-for ones, as a mask without padding has them, and the plan says so where the code asked.
+An input of integers without values (on `meta`) is taken for ones, as a mask without padding has
+them, and the plan says so where the code asked.
 """
 
 from __future__ import annotations
@@ -16,11 +17,11 @@ from planner._graph_capture.torch_compat import FakeTensor, may_be_known, pytree
 
 
 def values_of_inputs(fake_copy: FakeCopy) -> Mapping[int, torch.Tensor]:
-    """By identity of an input of the fake copy, a tensor with its values."""
+    """By identity of an input or a buffer of the fake copy, a tensor with its values."""
     original_of = fake_copy.originals()
     found = {}
-    for _, leaf in named_inputs(fake_copy):
-        source = leaf if not isinstance(leaf, FakeTensor) else original_of.get(id(leaf), leaf)
+    for leaf in (*(leaf for _, leaf in named_inputs(fake_copy)), *fake_copy.model.buffers()):
+        source = original_of.get(id(leaf), leaf)
         if has_no_values(source) and may_be_known(source):
             found[id(leaf)] = assumed_value(source)
         elif not has_no_values(source) and not is_storage_less(source):

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -247,7 +247,7 @@ def trace_with_symbols(fake_copy: FakeCopy, cotangents: Sequence[bool],
     backend = _Backend(fake_copy, cotangents, inputs, dimensions)
     compiled = compile_module(fake_copy.model, backend, dynamic=None)
     marks = [(tensor, sorted(dimensions.get(name, {}))) for name, tensor in inputs.items()]
-    with (compile_settings(), as_plain_code(values_of_inputs(fake_copy)),
+    with (compile_settings(), as_plain_code(partial(values_of_inputs, fake_copy)),
           fake_copy.as_on_device(), fake_copy.mode, symbolic_dimensions(marks),
           in_place_of_forward(fake_copy.model, compiled)):
         try:

@@ -3,7 +3,7 @@
 The model of the world: code that asks whether it is being compiled takes other ways then, and so
 calls other kernels: transformers builds attention masks that it otherwise leaves out, and repeats
 grouped keys.  Such code is told that it is not.  What it then asks of tensors (`if mask.all()`) is
-worked out at once where it follows from the call's integers and sizes, which are few and known
+worked out at once where it follows from the call's inputs, sizes and buffers, which are known
 before the step; the graph goes on as the answer says, and holds a mark from which `branches_of`
 makes a condition.  Whoever runs the graph checks the conditions first.
 
@@ -59,7 +59,7 @@ _OPCODES = ("POP_JUMP_IF_FALSE", "POP_JUMP_IF_TRUE", "POP_JUMP_FORWARD_IF_FALSE"
             "POP_JUMP_FORWARD_IF_TRUE", "POP_JUMP_BACKWARD_IF_FALSE", "POP_JUMP_BACKWARD_IF_TRUE",
             "JUMP_IF_FALSE_OR_POP", "JUMP_IF_TRUE_OR_POP", "UNARY_NOT")
 
-_values: ContextVar[Mapping[int, torch.Tensor]] = ContextVar("values")
+_values: ContextVar[Callable[[], Mapping[int, torch.Tensor]]] = ContextVar("values")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -87,10 +87,16 @@ class Branch:
                   for position, place in self.sizes))) is self.taken
 
 
-def may_be_known(tensor: torch.Tensor) -> bool:
-    """True if values of such an input are looked at: integers, and single numbers."""
+def is_small_input(tensor: torch.Tensor) -> bool:
+    """True for plain tensors without gradient that are not too large to work with."""
     return (not isinstance(tensor, nn.Parameter) and tensor.layout is torch.strided
-            and not tensor.requires_grad and has_discrete_values(tensor))
+            and not tensor.requires_grad and not is_traceable_wrapper_subclass(tensor)
+            and tensor.numel() * tensor.dtype.itemsize <= KNOWN_BYTES)
+
+
+def may_be_known(tensor: torch.Tensor) -> bool:
+    """True if values of such an input are kept: integers, and single numbers."""
+    return is_small_input(tensor) and has_discrete_values(tensor)
 
 
 def has_discrete_values(tensor: torch.Tensor) -> bool:
@@ -101,12 +107,13 @@ def has_discrete_values(tensor: torch.Tensor) -> bool:
 
 
 @contextlib.contextmanager
-def as_plain_code(values: Mapping[int, torch.Tensor]) -> Iterator[None]:
+def as_plain_code(values: Callable[[], Mapping[int, torch.Tensor]]) -> Iterator[None]:
     """Inside, what Dynamo traces takes the branches of plain eager code.
 
-    `values`: by identity of a tensor that the code is called with, the one that has its values.
+    `values`: returns, by identity of a tensor that the code is called with, the one that has its
+    values; called when code asks for one.
     """
-    token = _values.set(values)
+    token = _values.set(functools.cache(values))
     replaced: list[tuple[Any, str, Any]] = [
         (TorchInGraphFunctionVariable, "call_function", _answering_call(_call)),
         (SkipFunctionVariable, "call_function", _answering_call(_skipped_call)),
@@ -133,7 +140,12 @@ _run = InstructionTranslatorBase.run
 
 def _call_or_draw(variable: Any, translator: Any, name: str, args: Any, kwargs: Any) -> Any:
     """The handler of a method of a tensor: also of `random_`, at which Dynamo breaks the graph
-    since one of its overloads, with a lower bound, has a keyword of Python as its name."""
+    since one of its overloads, with a lower bound, has a keyword of Python as its name, and of
+    `item`, by which `bool` asks as well."""
+    if name == "item" and variable.dtype == torch.bool:
+        answer = _answer(translator, variable)
+        if answer is not None:
+            return ConstantVariable.create(answer)
     if name == "random_" and len(args) < 2 and not kwargs:
         return wrap_fx_proxy(translator, translator.output.create_proxy(
             "call_method", name, tuple(each.as_proxy() for each in (variable, *args)), {}))
@@ -228,8 +240,8 @@ def _answer(translator: Any, value: TensorVariable) -> bool | None:
     values: list[Any] = []
     for placeholder in part.inputs:
         given = placeholder.meta["grapharg"].example
-        known = _values.get().get(id(given))
-        if known is None or not may_be_known(known):
+        known = _values.get()().get(id(given))
+        if known is None or not is_small_input(known):
             return None
         values.append(known)
     givers = _givers(node.graph)
