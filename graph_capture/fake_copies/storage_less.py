@@ -5,8 +5,8 @@ ordinary `torch.Tensor`, on the CPU or on a GPU that is present.  Only its stora
 shared page of zeros, and a dispatch mode answers each op with another storage-less tensor of the
 shape that a fake tensor would have.  On the CPU the zeros are a private mapping, whose pages the
 system shares; on a GPU a range of addresses refers to the same 2 MiB of memory over and over
-(CUDA's virtual memory management).  Small integer tensors of the inputs keep their values, and ops
-on known values run, so that code may read masks and positions as in a real step. (transformers, for
+(CUDA's virtual memory management).  Small inputs and buffers keep their values, and ops on known
+values run, so that code may read masks and positions as in a real step. (transformers, for
 one, drops a mask of ones unless it sees a fake tensor.)
 
 Blind spots: a value that depends on the weights is unknown, and asking for it is an error; code
@@ -40,6 +40,7 @@ from planner._graph_capture.torch_compat import (
     TorchDispatchMode,
     fake_tensor,
     has_discrete_values,
+    is_small_input,
     may_be_known,
     no_active_modes,
     of_class,
@@ -400,6 +401,7 @@ class StorageLessCopier(FakeCopier):
         self._assumes_values = assumes_values
         self._planned = planned
         self._is_input = False
+        self._known_bytes = 0  # of numbers that are not integers
         super().__init__(device)
 
     def tree(self, value: Any, what: str) -> Any:
@@ -425,13 +427,26 @@ class StorageLessCopier(FakeCopier):
         original = self._original_of.get(id(real), real)
         is_assumed = (self._assumes_values and self._is_input and original.is_meta
                       and not isinstance(original, FakeTensor) and may_be_known(original))
-        if real not in self.fake_of and (is_assumed or _worth_knowing(original)):
+        if real not in self.fake_of and (is_assumed or self._is_worth_knowing(original)):
             # An input without values: `graph_capture.fake_copies.input_values`.
             known = (assumed_value(original, self.device) if is_assumed
                      else _copied(original.detach(), self.device))
             self.fake_of[real] = self.memo[id(real)] = known.requires_grad_(original.requires_grad)
             self.storage_bytes[storage_key(known)] = real.untyped_storage().nbytes()
         return super().tensor(real)
+
+    def _is_worth_knowing(self, tensor: torch.Tensor) -> bool:
+        """True for small inputs and buffers; of numbers that are not integers, up to a total."""
+        if (tensor.device.type not in ("cpu", "cuda")
+                or isinstance(tensor, FakeTensor | nn.Parameter)):
+            return False
+        if has_discrete_values(tensor):
+            return True
+        total = self._known_bytes + tensor.numel() * tensor.dtype.itemsize
+        if not is_small_input(tensor) or total > KNOWN_BYTES:
+            return False
+        self._known_bytes = total
+        return True
 
 
 def _copied(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -447,11 +462,6 @@ def _copied(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 def assumed_value(tensor: torch.Tensor, device: torch.device = _CPU) -> torch.Tensor:
     """Value that a small input without values is taken for: ones."""
     return torch.ones(tensor.shape, dtype=tensor.dtype, device=device)
-
-
-def _worth_knowing(tensor: torch.Tensor) -> bool:
-    return (tensor.device.type in ("cpu", "cuda") and has_discrete_values(tensor)
-            and not isinstance(tensor, FakeTensor | nn.Parameter))
 
 
 _LEAST_BYTES = 1 << 30
