@@ -237,18 +237,19 @@ def _answer(translator: Any, value: TensorVariable) -> bool | None:
     part = _part_behind(node)
     if part is None:
         return None
+    givers = _givers(node.graph)
+    if any(symbol not in givers for symbol in part.sizes):
+        return None
     values: list[Any] = []
+    for placeholder in (*part.inputs, *(givers[symbol].input for symbol in part.sizes)):
+        if "grapharg" not in placeholder.meta:  # of a part of the graph, a function of its own
+            return None
     for placeholder in part.inputs:
-        given = placeholder.meta["grapharg"].example
-        known = _values.get()().get(id(given))
+        known = _values.get()().get(id(placeholder.meta["grapharg"].example))
         if known is None or not is_small_input(known):
             return None
         values.append(known)
-    givers = _givers(node.graph)
-    for symbol in part.sizes:
-        if symbol not in givers:
-            return None
-        values.append(givers[symbol].size.node.hint)
+    values += [givers[symbol].size.node.hint for symbol in part.sizes]
     with no_active_modes(), torch.no_grad():
         before = torch.get_rng_state()
         answer = bool(part.graph(*values))
