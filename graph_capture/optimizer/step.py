@@ -192,6 +192,7 @@ class _Steps:
                  may_evaluate: bool = False) -> None:
         """`may_evaluate`: give a closure to each step that takes one."""
         self.settings, self.may_evaluate = settings, may_evaluate
+        self.fake_copy, self.given = fake_copy, instances(optimizer) or ()
         # Some optimizers read the norm of an update.
         self.storage_less = storage_less = storage_less_copy(
             fake_copy, unknown_is_zero=True, device=torch.device("cpu"))
@@ -207,14 +208,13 @@ class _Steps:
         self.held: set[int] = set()  # storages alive between steps
         if not self.trainable:
             return
-        given = instances(optimizer)
-        if given is None:
+        if not self.given:
             with storage_less.mode, self.tracker:  # some make their state at once
                 self.steppers = make_optimizers(
                     optimizer, self.trainable,
                     [id(storage_less.parameters[name]) for name in sparse])
         else:
-            self.steppers = _copied(given, fake_copy, storage_less)
+            self.steppers = _copied(self.given, fake_copy, storage_less)
         groups = [group for stepper in self.steppers for group in stepper.param_groups]
         self.parameters = [p for group in groups for p in group["params"]
                            if p.requires_grad or id(p) not in self.names]
@@ -239,8 +239,8 @@ class _Steps:
 
     def trace(self) -> OptimizerTrace:
         """The trace from the creation of the optimizers to the end of the last step."""
-        if not self.trainable:
-            return OptimizerTrace("none", MemoryTrace((), ()), 0, 0, 0, frozenset())
+        if not self.trainable:  # state is kept from when some were
+            return _as_it_is("none", self.given, self.fake_copy)
         tracker, storage_less = self.tracker, self.storage_less
         for stepper in self.steppers:
             own = [value for name, value in vars(stepper).items() if name != "param_groups"]

@@ -97,6 +97,11 @@ class Outside:
         return self.held_bytes + max(
             each.pending_bytes for each in self.forward | self.backward)
 
+    @property
+    def most_plain_bytes(self) -> int:
+        """The most that others keep at a backward of the plain step."""
+        return self.held_bytes + max(each.plain_pending_bytes for each in self.plain_backward)
+
     def as_run(self, saved_bytes: int, plain_saved_bytes: int) -> Outside:
         """The moments with earlier calls of this graph counted as bytes, `saved_bytes` each."""
         forward, backward, plain_backward = (frozenset(

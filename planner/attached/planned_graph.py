@@ -226,8 +226,10 @@ class PlannedGraph:
         if (planned is None or planned.outside.region_signature != known.outside.region_signature
                 or planned.without_outside != known.without_outside):
             return False
-        plain_bytes = [max(each.outside.plain_bytes, self.plan.baseline_peak_bytes)
-                       for each in (planned, known)]
+        was, now = planned.outside, known.outside
+        baseline_bytes = self.plan.baseline_peak_bytes
+        plain_bytes = [max(was.plain_bytes, baseline_bytes), max(
+            now.plain_bytes, baseline_bytes + now.most_plain_bytes - was.most_plain_bytes)]
         if self.planner is not None and self.planner.is_percentage and (
                 abs(plain_bytes[1] - plain_bytes[0]) > _CLOSE_TO_PLAIN * plain_bytes[0]):
             return False

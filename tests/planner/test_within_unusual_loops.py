@@ -458,3 +458,31 @@ def test_a_module_that_defines_how_it_is_pickled():
     assert all(torch.equal(parameter.grad, grad) for parameter, grad in zip(
         net.parameters(), expected, strict=True))
     assert planner.status(net).planned_steps == 1
+
+
+def test_the_optimizer_state_of_a_critic_that_is_frozen_meanwhile_counts():
+    torch.manual_seed(0)
+    actor, critic, x = layers(), layers(4, 64), torch.randn(512, 32)
+    critic[0] = nn.Linear(32, 64)
+    of_actor, of_critic = (torch.optim.Adam(each.parameters()) for each in (actor, critic))
+    for each in (actor, critic):
+        planner.within(each, "75%", time_limit=1)
+
+    def train_critic() -> None:
+        of_critic.zero_grad()
+        critic(x).square().mean().backward()
+        of_critic.step()
+
+    def train_actor() -> None:
+        critic.requires_grad_(False)
+        of_actor.zero_grad()
+        critic(actor(x).tanh()).mean().backward()
+        of_actor.step()
+        critic.requires_grad_(True)
+
+    records = record_stages([train_critic, train_actor] * 5)
+    resident = sum(p.nbytes for each in (actor, critic) for p in each.parameters()) + x.nbytes
+    status = planner.status(critic)
+    assert status.plan is not None and status.last_reason is None
+    peak = resident + records[-1].peak_bytes
+    assert 0.95 * status.plan.peak_bytes <= peak <= status.plan.peak_bytes <= status.budget_bytes
