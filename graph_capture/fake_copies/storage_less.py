@@ -401,8 +401,13 @@ class StorageLessCopier(FakeCopier):
         self._assumes_values = assumes_values
         self._planned = planned
         self._is_input = False
+        self._buffers: frozenset[int] = frozenset()
         self._known_bytes = 0  # of numbers that are not integers
         super().__init__(device)
+
+    def module(self, model: nn.Module) -> nn.Module:
+        self._buffers = frozenset(map(id, model.buffers()))
+        return super().module(model)
 
     def tree(self, value: Any, what: str) -> Any:
         self._is_input = True
@@ -427,26 +432,29 @@ class StorageLessCopier(FakeCopier):
         original = self._original_of.get(id(real), real)
         is_assumed = (self._assumes_values and self._is_input and original.is_meta
                       and not isinstance(original, FakeTensor) and may_be_known(original))
-        if real not in self.fake_of and (is_assumed or self._is_worth_knowing(original)):
+        if real not in self.fake_of and (is_assumed or _worth_knowing(original)):
             # An input without values: `graph_capture.fake_copies.input_values`.
             known = (assumed_value(original, self.device) if is_assumed
                      else _copied(original.detach(), self.device))
             self.fake_of[real] = self.memo[id(real)] = known.requires_grad_(original.requires_grad)
             self.storage_bytes[storage_key(known)] = real.untyped_storage().nbytes()
+        elif original is not real and real not in self.fake_of:
+            self._keep_values(real, original)
         return super().tensor(real)
 
-    def _is_worth_knowing(self, tensor: torch.Tensor) -> bool:
-        """True for small inputs and buffers; of numbers that are not integers, up to a total."""
-        if (tensor.device.type not in ("cpu", "cuda")
-                or isinstance(tensor, FakeTensor | nn.Parameter)):
-            return False
-        if has_discrete_values(tensor):
-            return True
-        total = self._known_bytes + tensor.numel() * tensor.dtype.itemsize
-        if not is_small_input(tensor) or total > KNOWN_BYTES:
-            return False
+    def _keep_values(self, real: torch.Tensor, original: torch.Tensor) -> None:
+        """Let the copy of a small input or buffer that is not of integers have its values."""
+        storage, key = original.untyped_storage(), storage_key(real)
+        total = self._known_bytes + storage.nbytes()
+        if (not (self._is_input or id(real) in self._buffers) or key in self._storages
+                or original.device.type not in ("cpu", "cuda") or not is_small_input(original)
+                or isinstance(original, FakeTensor) or is_storage_less(original)
+                or total > KNOWN_BYTES):
+            return
         self._known_bytes = total
-        return True
+        whole = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+        self._storages[key] = whole.to(self.device, copy=True).untyped_storage()
+        self._alive.append(real.untyped_storage())
 
 
 def _copied(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -462,6 +470,11 @@ def _copied(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 def assumed_value(tensor: torch.Tensor, device: torch.device = _CPU) -> torch.Tensor:
     """Value that a small input without values is taken for: ones."""
     return torch.ones(tensor.shape, dtype=tensor.dtype, device=device)
+
+
+def _worth_knowing(tensor: torch.Tensor) -> bool:
+    return (tensor.device.type in ("cpu", "cuda") and has_discrete_values(tensor)
+            and not isinstance(tensor, FakeTensor | nn.Parameter))
 
 
 _LEAST_BYTES = 1 << 30

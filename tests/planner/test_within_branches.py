@@ -114,7 +114,7 @@ def test_an_empty_selection_is_planned():
     expected, net = train(Selecting(), gates), Selecting()
     planner.within(net, "100%")
     assert train(net, gates) == expected
-    assert planner.status(net).planned_steps == 2
+    assert planner.status(net).planned_steps == 3
 
 
 class ScheduledSampling(nn.Module):
