@@ -62,15 +62,19 @@ def name_modules(captured: fx.GraphModule, root: nn.Module) -> None:
     """Replace the module names in a graph that Dynamo captured by those of `root`.
 
     Dynamo names a module by the path of the code to it, which differs with whatever wraps a forward
-    (`L['own'].__self__.h[0]`, a cell of a closure), and keys it by identity.
+    (`L['own'].__self__.h[0]`, a cell of a closure), and keys it by identity.  A module that is none
+    of `root`'s is named by the one that calls it.
     """
     names = {str(id(module)): name for name, module in root.named_modules()}
     for node in captured.graph.nodes:
-        stack = node.meta.get("nn_module_stack")
+        stack, caller = node.meta.get("nn_module_stack"), ""
         if stack:
-            node.meta["nn_module_stack"] = {
-                key: (names.get(key.partition("@")[0], path), kind)
-                for key, (path, kind) in stack.items()}
+            named = node.meta["nn_module_stack"] = {}
+            for key, (path, kind) in stack.items():
+                known = names.get(key.partition("@")[0])
+                caller = known if known is not None else within(
+                    caller, _plain_path(path).rpartition(".")[2])
+                named[key] = caller, kind
 
 
 def within(block: str, module: str) -> str:

@@ -442,6 +442,12 @@ class PlanningForward(ObservingForward):
         counted, was_whole = known or self._assumed(graph), planner.is_whole
         try:
             plan = planner.plan(self.__self__, args, kwargs, counted, is_provisional=known is None)
+        except CaptureError:
+            if self._optimizers or not self._expected:
+                raise
+            self._expected.clear()  # perhaps a step of them cannot be traced, and is not taken
+            self._plan(graph, None, call, args, kwargs)
+            return
         except InfeasibleBudget as refusal:
             if planner.is_percentage and graph.compare(self.graphs):
                 # The last batch of an epoch may be far smaller than those that the budget is for.
@@ -484,6 +490,8 @@ class PlanningForward(ObservingForward):
         assert planner is not None
         if planner.loss_is_outside and graph.loss is None:
             return None
+        if self._backward_seen and not self._optimizers and not present.has_gradients:
+            self._expected.clear()  # somebody else has used the gradients
         optimizers = self._stepping
         if optimizers is None and self.settings.planning.optimizer is None:
             if present.has_gradients or not self._backward_seen:

@@ -189,12 +189,12 @@ def conclude() -> None:
             continue
         fullest = max((call.plan for call in each.calls), key=lambda plan: plan.peak_bytes)
         predicted_bytes = fullest.peak_bytes
-        is_seen = each.watch is None or not (
+        is_settled = all(call.is_settled for call in each.calls)
+        is_seen = each.watch is None or not is_settled or not (
             0 < predicted_bytes - measured_bytes <= fullest.memory.temporaries)
         op_count = 0 if each.watch is None else each.watch.op_count
         is_passing = any(call.is_passing for call in each.calls)
         budget_bytes = None
-        is_settled = all(call.is_settled for call in each.calls)
         if each.is_planned and not is_settled and any(
                 limit is not None and limit.size_bytes is None
                 for limit in (forward.settings.limit for forward in _forwards(each.calls))):

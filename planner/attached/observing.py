@@ -53,7 +53,13 @@ from planner.attached.measuring import (
     watched_bytes_beside,
 )
 from planner.attached.methods import MethodSearch, model_of, plan_methods, planned_methods
-from planner.attached.optimizers import observe, observers, optimizers_with_state, stop_observing
+from planner.attached.optimizers import (
+    has_stepped,
+    observe,
+    observers,
+    optimizers_of,
+    stop_observing,
+)
 from planner.attached.planned_graph import (
     PendingCall,
     PlannedGraph,
@@ -139,6 +145,8 @@ class ObservingForward(CountingForward):
         """Reset: nothing observed."""
         self._watch: LossWatch | None = None
         self._optimizers: list[ref[Optimizer]] = []
+        self._expected: list[ref[Optimizer]] = []
+        """Optimizers that were there before any had stepped."""
         self._in_step: ref[Optimizer] | None = None
         """The optimizer whose step runs; those that it steps itself are none of the loop's."""
         self._defers_reduction = self._backward_seen = self._in_backward = False
@@ -169,10 +177,12 @@ class ObservingForward(CountingForward):
         self._began_in_step = True
 
     def _begin_call(self) -> None:
-        """Reset per-call state.  The first call looks for optimizers that have stepped before."""
+        """Reset per-call state.  The first call looks for the model's optimizers."""
         self._parameters = parameters_of(modules_of(self.__self__))
         if not self._last_call and not self._optimizers:
-            self._optimizers += map(ref, optimizers_with_state(self._parameters))
+            for optimizer in optimizers_of(self._parameters):
+                known = has_stepped(optimizer, self._parameters)
+                (self._optimizers if known else self._expected).append(ref(optimizer))
         self._in_backward, self._last_call = False, next(_clock)
 
     def _observe_hooks(self) -> None:
@@ -339,10 +349,10 @@ class ObservingForward(CountingForward):
 
     @property
     def _stepping(self) -> tuple[ref[Optimizer], ...] | None:
-        """The optimizers that have stepped; `None` if not known, or if they are those that the user
-        gave."""
+        """The optimizers that have stepped, or are to; `None` if not known, or if they are those
+        that the user gave."""
         given = self.settings.planning.optimizer
-        found = tuple(each for each in self._optimizers if each() is not None)
+        found = tuple(each for each in self._optimizers or self._expected if each() is not None)
         if given is not None:
             named = instances(given)
             if named is None or all(each() in named for each in found):

@@ -9,7 +9,7 @@ Blind spots: optimizers that are not torch's, and those that update copies of th
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 from typing import Any, Protocol
 from weakref import WeakSet
 
@@ -43,13 +43,25 @@ def observe(observer: StepObserver) -> None:
         _hooks.append(register_optimizer_step_post_hook(_after_step))
 
 
-def optimizers_with_state(parameters: Iterable[nn.Parameter]) -> list[Optimizer]:
-    """The optimizers that have stepped some of the parameters before: in training that is resumed.
-    """
+def optimizers_of(parameters: Iterable[nn.Parameter]) -> list[Optimizer]:
+    """The optimizers that are there for some of the parameters, without those that another one of
+    them has for its own use."""
     mine = {id(parameter) for parameter in parameters}
-    # A wrapper of another optimizer has that one's state by a property, and is none of its own.
-    return [found for found in gc.get_objects() if issubclass(type(found), Optimizer)
-            and any(id(key) in mine for key in vars(found).get("state", ()))]
+    found = [each for each in gc.get_objects() if issubclass(type(each), Optimizer)
+             and _updates(each, mine)]
+    inner = {id(value) for each in found for value in vars(each).values()}
+    return [each for each in found if id(each) not in inner]
+
+
+def has_stepped(optimizer: Optimizer, parameters: Iterable[nn.Parameter]) -> bool:
+    """True if an optimizer has state of some of the parameters: in training that is resumed."""
+    return not {*map(id, optimizer.state)}.isdisjoint(map(id, parameters))
+
+
+def _updates(optimizer: Optimizer, parameters: Set[int]) -> bool:
+    # A wrapper of another optimizer has that one's groups by a property, and none of its own.
+    groups = vars(optimizer).get("param_groups", ())
+    return any(id(each) in parameters for group in groups for each in group["params"])
 
 
 def stop_observing(observer: StepObserver) -> None:

@@ -86,10 +86,10 @@ class Outside:
         return any(moment.has_gradients for moment in self.backward)
 
     @property
-    def region_signature(self) -> tuple[frozenset[tuple[int, bool]], ...]:
+    def without_bytes(self) -> tuple[frozenset[tuple[int, bool]], ...]:
         """The moments without their byte counts."""
         return tuple(frozenset((each.pending, each.has_gradients) for each in moments)
-                     for moments in (self.forward, self.backward))
+                     for moments in (self.forward, self.backward, self.plain_backward))
 
     @property
     def most_bytes(self) -> int:

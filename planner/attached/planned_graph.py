@@ -223,7 +223,7 @@ class PlannedGraph:
     def serves(self, known: Known) -> bool:
         """True if the plan is valid for what is known now, or has headroom for the change."""
         planned = self.known
-        if (planned is None or planned.outside.region_signature != known.outside.region_signature
+        if (planned is None or planned.outside.without_bytes != known.outside.without_bytes
                 or planned.without_outside != known.without_outside):
             return False
         was, now = planned.outside, known.outside

@@ -486,3 +486,29 @@ def test_the_optimizer_state_of_a_critic_that_is_frozen_meanwhile_counts():
     assert status.plan is not None and status.last_reason is None
     peak = resident + records[-1].peak_bytes
     assert 0.95 * status.plan.peak_bytes <= peak <= status.plan.peak_bytes <= status.budget_bytes
+
+
+class WithLoss(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = layers(6, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.body(x).square().mean()
+
+
+def test_a_budget_that_the_optimizer_does_not_leave_is_refused_in_the_first_step():
+    torch.manual_seed(0)
+    net, x = WithLoss(), torch.randn(64, 64)
+    optimizer = torch.optim.AdamW(net.parameters())
+    planner.within(net, "70%", time_limit=1)
+    with pytest.raises(planner.InfeasibleBudget) as refusal:
+        net(x)
+    assert "optimizer" in str(refusal.value) and not optimizer.state
+    planner.within(net, refusal.value.minimum_bytes, time_limit=1)
+    for _ in range(3):
+        net(x).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    status = planner.status(net)
+    assert status.plans == 1 and status.worst_peak_bytes <= refusal.value.minimum_bytes
