@@ -40,6 +40,7 @@ from planner._graph_capture.joint_graph.lower import (
 from planner._graph_capture.joint_graph.replay import draw, new_state, replay
 from planner._graph_capture.joint_graph.symbolic_sizes import Sizes
 from planner._graph_capture.torch_compat import OpOverload, expression_of, split_joint_graph
+from planner._graph_capture.torch_compat.recurrent import in_training
 from planner._graph_capture.training_graph import Phase
 
 
@@ -286,7 +287,7 @@ class _Rewriter:
             self._note_crossing(inputs.state)
             device = tensors_of(op.node.meta["val"])[0].device
             target, args, kwargs = replay(target, args, kwargs, device, inputs.state)
-        new = self.graph.call_function(target, args, kwargs)
+        new = self.graph.call_function(in_training(target), args, kwargs)
         self._describe(new, op.node)
         return new
 
@@ -328,6 +329,7 @@ class _Rewriter:
 
     def _emit_copy(self, node: fx.Node) -> fx.Node:
         new = self.graph.node_copy(node, self._operand)
+        new.target = in_training(new.target)
         if new.target is torch.ops.aten.view.default:
             # No view may exist if a kernel lays out its result in another way than its trace.
             new.target = torch.ops.aten.reshape.default

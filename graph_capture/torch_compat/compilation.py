@@ -103,7 +103,7 @@ def aot_backend(partition: PartitionFunction, forward_compiler: Callable[..., An
                             inference_compiler=forward_compiler, partition_fn=partition)
 
     def backend(module: fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Any:
-        with recurrent_layers_trained(module), decompositions_off():
+        with recurrent_layers_trained(module, fused=True), decompositions_off():
             return compiled(module, inputs, **options)
 
     return backend

@@ -93,7 +93,7 @@ def inductor_backend(
         return compiled if finish is None else finish(partitioned, compiled, is_backward)
 
     def backend(module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        with recurrent_layers_trained(module):
+        with recurrent_layers_trained(module, fused=False):
             compiled: Any = compile_fx.compile_fx(
                 module, list(inputs), inner_compile=inner_compile, config_patches=patches)
         return compiled

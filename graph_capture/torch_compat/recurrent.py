@@ -6,7 +6,10 @@ zero for every layer): so here a call of several layers becomes calls of single 
 dropout as an op of its own between them, on tensors whose first dimension is time, as in the CPU's
 eager kernels, which draw the same random numbers.  And it treats an LSTM whose input needs no
 gradient as inference, with oneDNN's kernel, which saves nothing for the backward, even if its
-weights are trained: those run time step by time step here.
+weights are trained.
+
+An LSTM on a CPU runs oneDNN's kernels for training, as in eager mode; all else runs time step by
+time step.
 
 Blind spots: cuDNN draws different random numbers for its dropout.
 """
@@ -15,7 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
 from typing import Any
 from unittest import mock
@@ -29,22 +32,58 @@ from torch import fx
 from torch._decomp import decompositions
 
 _SINGLE_STATE = (torch.rnn_tanh, torch.rnn_relu, torch.gru)
+_LSTM = 2  # of `ideep::rnn_kind`
 _KEPT_META = ("nn_module_stack", "source_fn_stack", "stack_trace")
 
 
 @contextlib.contextmanager
-def recurrent_layers_trained(module: fx.GraphModule) -> Iterator[None]:
+def recurrent_layers_trained(module: fx.GraphModule, *, fused: bool) -> Iterator[None]:
     """Inside, AOTAutograd keeps the dropout and the training of recurrent layers in a Dynamo
-    graph."""
+    graph; `fused`: with the kernels of eager mode for an LSTM on a CPU."""
     _unstack_all(module)
     select = decompositions.select_one_layer_lstm_function
 
     def select_trainable(input: Any, states: Any, weights: Any) -> Callable[..., Any]:
+        tensors = (input, *states, *chain(*weights))
+        if fused and _runs_in_one_kernel(tensors) and states[0].size(2) == states[1].size(2):
+            return _in_one_kernel
         is_trained = any(weight.requires_grad for weight in chain(states, *weights))
         return _step_by_step if is_trained else select(input, states, weights)
 
     with mock.patch.object(decompositions, "select_one_layer_lstm_function", select_trainable):
         yield
+
+
+def _runs_in_one_kernel(tensors: Sequence[Any]) -> bool:
+    """True if oneDNN runs an LSTM on these tensors, but for projections."""
+    supported = {torch.float32: True,
+                 torch.bfloat16: torch.ops.mkldnn._is_mkldnn_bf16_supported(),
+                 torch.float16: torch.ops.mkldnn._is_mkldnn_fp16_supported()}
+    return torch._C._get_mkldnn_enabled() and all(
+        each.device.type == "cpu" and supported.get(each.dtype, False) for each in tensors)
+
+
+def _in_one_kernel(x: Any, states: Any, weights: Any, has_biases: bool, reverse: bool = False
+                   ) -> tuple[Any, tuple[Any, ...]]:
+    of_input, of_state, *biases = weights
+    if not has_biases:
+        biases = [of_input.new_zeros(of_input.size()), of_state.new_zeros(of_state.size())]
+    hidden, cell = (state.contiguous() for state in states)
+    output, *last, _ = torch.ops.aten.mkldnn_rnn_layer.default(
+        x.contiguous(), of_input, of_state, *biases, hidden, cell, reverse, [], _LSTM,
+        hidden.size(-1), 1, has_biases, False, False, True)
+    return output, tuple(last)
+
+
+def in_training(target: Any) -> Any:
+    """The function that runs an op as autograd does: an LSTM's keeps its reserve for the backward
+    only where gradients are on."""
+    return _lstm_in_training if target is torch.ops.aten.mkldnn_rnn_layer.default else target
+
+
+def _lstm_in_training(*args: Any) -> Any:
+    with torch.enable_grad(), torch._C._AutoDispatchBelowAutograd():
+        return torch.ops.aten.mkldnn_rnn_layer.default(*args)
 
 
 def _step_by_step(*args: Any, **kwargs: Any) -> tuple[Any, tuple[Any, ...]]:

@@ -176,6 +176,9 @@ REQUIRED: dict[str, tuple[str, ...]] = {
         *_of("torch._decomp.decompositions",
              "one_layer_lstm(inp, hidden, params, has_biases, reverse=)",
              "select_one_layer_lstm_function(input, hx, params)"),
+        "torch._C._AutoDispatchBelowAutograd",
+        "torch._C._get_mkldnn_enabled()",
+        *_of("torch.ops.mkldnn", "_is_mkldnn_bf16_supported", "_is_mkldnn_fp16_supported"),
     ),
     "scheduler_pass": (
         *_of("torch._inductor.config", "_post_fusion_custom_pass", "_pre_fusion_custom_pass",
