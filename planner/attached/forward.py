@@ -25,7 +25,7 @@ import logging
 import math
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -43,6 +43,7 @@ from planner._apply.symbolic_code import SizesNotPlanned, SymbolicCallable
 from planner._graph_capture.errors import CaptureError
 from planner._graph_capture.model_state import remembered_state
 from planner._graph_capture.module_forward import Forward, in_place_of_forward
+from planner._graph_capture.output_tensors import output_tensors
 from planner._graph_capture.plain_step.loss import Until
 from planner._graph_capture.plain_step.observed_loss import (
     LossWatch,
@@ -193,8 +194,9 @@ class PlanningForward(ObservingForward):
             self._counts.calls += 1
             self.steps.count(_DIFFERENTIATED_AGAIN)
             return self.plain(*args, **kwargs)
-        present = Present.now(has_gradients=self._has_gradients,
-                              gradient_bytes=self._others_gradient_bytes)
+        present, before = self._present(args, kwargs), self._returned_before(args, kwargs)
+        returned_before = [ref(each) for each in before]
+        del before
         try:
             graph, output = self._step(call, known, present, args, kwargs)
         except CaptureError:
@@ -209,7 +211,7 @@ class PlanningForward(ObservingForward):
         note_call(self, graph, is_planned=reason is None)
         enter_phase(f"after the forward of {self._name}, for example by the loss")
         self._counts.calls += 1
-        self._observe(graph, present, output)
+        self._observe(graph, present, output, returned_before)
         return output
 
     def _step(self, call: Call, known: PlannedGraph | None, present: Present,
@@ -540,9 +542,12 @@ class PlanningForward(ObservingForward):
                        peak_bytes=math.ceil(scale * seen.peak_bytes),
                        held_bytes=math.ceil(scale * seen.held_bytes))
 
-    def _observe(self, graph: PlannedGraph, present: Present, output: Any) -> None:
+    def _observe(self, graph: PlannedGraph, present: Present, output: Any,
+                 returned_before: Sequence[ref[torch.Tensor]]) -> None:
         """Watch the loss and the backward as long as they are not known."""
         pending = PendingCall(graph)
+        pending.returned_before = returned_before
+        self._returned.add(output_tensors(output), pending)
         watch_output(output, partial(_note_backward, ref(self), graph, present, pending))
         planner = graph.planner
         if planner is None or running_node_number() is not None:  # a checkpoint calls it again

@@ -585,8 +585,10 @@ class GraphPlanner:
         small regardless of them.  With a percentage this cannot be known, and the plan with the
         lowest peak is returned.
         """
-        known = replace(known, outside=known.outside.as_run(
-            self.saved_bytes, self.plain_saved_bytes))
+        outside = known.outside.as_run(self.saved_bytes, self.plain_saved_bytes)
+        # What the forward meets is not searched around here.
+        known = replace(known, outside=replace(
+            outside, backward=outside.backward | outside.forward))
         as_known = self._prepared(known)
         limit_bytes = self._limit_bytes(known, as_known)
         effort = Effort(solver=self._planning.solver,

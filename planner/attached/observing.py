@@ -64,6 +64,7 @@ from planner.attached.planned_graph import (
     PendingCall,
     PlannedGraph,
     Present,
+    ReturnedTensors,
     pending_bytes,
     pending_calls,
 )
@@ -150,6 +151,11 @@ class ObservingForward(CountingForward):
         self._in_step: ref[Optimizer] | None = None
         """The optimizer whose step runs; those that it steps itself are none of the loop's."""
         self._defers_reduction = self._backward_seen = self._in_backward = False
+        self._returned = ReturnedTensors()
+        self._returned_bytes = 0
+        """The most that a call has met of what earlier ones returned."""
+        self._gradients_are_used = False
+        """True if an optimizer has stepped since the last backward."""
         self._learned = 0
         """Counts new observations."""
         self.worst_ratio = 0.0
@@ -183,6 +189,7 @@ class ObservingForward(CountingForward):
             for optimizer in optimizers_of(self._parameters):
                 known = has_stepped(optimizer, self._parameters)
                 (self._optimizers if known else self._expected).append(ref(optimizer))
+                self._gradients_are_used |= known
         self._in_backward, self._last_call = False, next(_clock)
 
     def _observe_hooks(self) -> None:
@@ -269,7 +276,7 @@ class ObservingForward(CountingForward):
         device, optimizers = device_of(self.__self__), alive(self._optimizers)
         inputs = output_tensors((args, kwargs))
         own = [*planner.own_tensors, *tensors_of(self.__self__, optimizers), *inputs,
-               *self._gradients_of_others()]
+               *self._gradients_of_others(), *self._returned_before(args, kwargs)]
         if not isinstance(self.settings.planning.optimizer, str | type):
             # Counted with the optimizer: copies of the parameters, another model.
             own += [p for each in optimizers for group in each.param_groups
@@ -288,6 +295,22 @@ class ObservingForward(CountingForward):
             # Tensors that the loop made before this call are not all known.
             found_bytes = max(found_bytes, graph.held_bytes)
         self._learned += graph.note_held(self._counts.steps, max(least_bytes, found_bytes))
+
+    def _returned_before(self, args: tuple[Any, ...], kwargs: dict[str, Any]
+                         ) -> list[torch.Tensor]:
+        """What earlier calls have returned and the loop still refers to, but for the inputs."""
+        inputs = {storage_key(each) for each in strided_tensors(output_tensors((args, kwargs)))}
+        return [tensor for tensor in self._returned.of_earlier_steps()
+                if tensor.layout is torch.strided and storage_key(tensor) not in inputs]
+
+    def _present(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Present:
+        """The memory present as a call begins."""
+        returned_bytes = bytes_on(device_of(self.__self__), self._returned_before(args, kwargs))
+        if returned_bytes:  # sizes that vary are no news
+            returned_bytes = self._returned_bytes = max(self._returned_bytes, returned_bytes)
+        return Present.now(
+            has_gradients=self._has_gradients, gradient_bytes=self._others_gradient_bytes,
+            returned_bytes=returned_bytes, are_used=self._gradients_are_used)
 
     @property
     def _is_looked_at(self) -> bool:
@@ -394,7 +417,7 @@ class ObservingForward(CountingForward):
 
     def _stepped(self, optimizer: Optimizer) -> None:
         """Count the step that this optimizer completes."""
-        self._in_step = ref(optimizer)
+        self._in_step, self._gradients_are_used = ref(optimizer), True
         began_in_step, self._began_in_step = self._began_in_step, False
         calls, _ = self._count()
         calls_before = self._counts.calls_before.get(optimizer, 0)
@@ -455,10 +478,14 @@ class ObservingForward(CountingForward):
         graph.is_differentiated_again |= torch.is_grad_enabled()
         if not pending.begin_backward():
             return
+        returned = [tensor for each in pending.returned_before if (tensor := each()) is not None]
+        returned_bytes = bytes_on(device_of(self.__self__), returned)
         now = Present.now(
             has_gradients=self._in_backward or self._has_gradients,
-            gradient_bytes=self._others_gradient_bytes, running=pending)
-        self._in_backward = True
+            gradient_bytes=self._others_gradient_bytes, running=pending,
+            # Of those that were there a small part may stay, such as values of the loss.
+            returned_bytes=present.returned_bytes * (2 * returned_bytes > present.returned_bytes))
+        self._in_backward, self._gradients_are_used = True, False
         enter_phase(f"in the backward of {type(self.__self__).__name__}")
         ends = graph.moments.setdefault(present, set())
         if now not in ends or not self._backward_seen:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from weakref import WeakSet, ref
 
+import torch
 from torch import nn
 
 from planner._apply.blocks import Code, PlannedBlocks, code_of
@@ -157,9 +158,9 @@ class PlannedGraph:
 
     def outside(self, unforeseen_bytes: int) -> Outside:
         """All memory observed outside calls of this graph.  Until a backward was observed, it is
-        assumed to meet the same memory as its forward, and in the plain step no gradients."""
+        assumed to meet what is left of the forward's, and in the plain step no gradients."""
         observed = [each for ends in self.moments.values() for each in ends]
-        assumed = [begin for begin, ends in self.moments.items() if not ends]
+        assumed = [begin.later() for begin, ends in self.moments.items() if not ends]
         without = [replace(each, has_gradients=False) for each in assumed]
         forward, backward, plain = (
             fullest(each.outside(self) for each in presents)
@@ -251,6 +252,8 @@ class PendingCall:
         """Memory that it keeps, under the plan that it ran under."""
         self.has_begun = False
         """True if its backward has reached the output."""
+        self.returned_before: Sequence[ref[torch.Tensor]] = ()
+        """What earlier calls had returned, and the loop still referred to as this one began."""
         _pending.add(self)
 
     def begin_backward(self) -> bool:
@@ -275,6 +278,24 @@ def pending_bytes() -> int:
     return sum(call.saved_bytes for call in _pending)
 
 
+class ReturnedTensors:
+    """What the calls of a model have returned, as long as the loop refers to it."""
+
+    def __init__(self) -> None:
+        self._found: list[tuple[ref[torch.Tensor], ref[PendingCall]]] = []
+
+    def add(self, tensors: Iterable[torch.Tensor], call: PendingCall) -> None:
+        """Note that a call returns these tensors."""
+        self._found += [(ref(tensor), ref(call)) for tensor in tensors
+                        if not isinstance(tensor, nn.Parameter)]
+
+    def of_earlier_steps(self) -> list[torch.Tensor]:
+        """Those whose backward has begun, or never comes."""
+        self._found = [each for each in self._found if each[0]() is not None]
+        return [tensor for each, call in self._found if (tensor := each()) is not None
+                and ((found := call()) is None or found.has_begun)]
+
+
 @dataclass(frozen=True, slots=True)
 class Present:
     """Memory present at some moment."""
@@ -284,13 +305,24 @@ class Present:
     has_gradients: bool
     gradient_bytes: int
     """Gradients of other models."""
+    returned_bytes: int = 0
+    """Returned by calls whose backward is over."""
+    are_used: bool = False
+    """True if an optimizer has stepped with the gradients that exist."""
 
     @classmethod
-    def now(cls, *, has_gradients: bool, gradient_bytes: int, running: PendingCall | None = None
-            ) -> Present:
+    def now(cls, *, has_gradients: bool, gradient_bytes: int, returned_bytes: int,
+            are_used: bool = False, running: PendingCall | None = None) -> Present:
         """The memory present now, without that of the call whose backward is running."""
         calls = Counter(call.graph for call in _pending if call is not running)
-        return cls(frozenset(calls.items()), has_gradients, gradient_bytes)
+        return cls(frozenset(calls.items()), has_gradients, gradient_bytes, returned_bytes,
+                   has_gradients and are_used)
+
+    def later(self) -> Present:
+        """What is left of it, as far as can be told, when the backward of the call begins: a loop
+        that has stepped resets gradients, and lets go of an output as it assigns the next."""
+        return replace(self, has_gradients=self.has_gradients and not self.are_used,
+                       returned_bytes=0, are_used=False)
 
     @property
     def graphs(self) -> set[PlannedGraph]:
@@ -299,7 +331,8 @@ class Present:
 
     def outside(self, graph: PlannedGraph) -> Moment:
         """The memory present outside a call of `graph`."""
-        pending, others_bytes, plain_bytes = 0, self.gradient_bytes, self.gradient_bytes
+        pending = 0
+        others_bytes = plain_bytes = self.gradient_bytes + self.returned_bytes
         for each, count in self.pending:
             found = each()
             if found is graph:
