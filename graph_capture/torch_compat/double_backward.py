@@ -12,6 +12,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from planner._graph_capture.random_state import TorchState
 from planner._graph_capture.torch_compat.compilation import region_nodes
+from planner._graph_capture.torch_compat.symbols import backward_keeps_graph
 
 _Gradients = Sequence[torch.Tensor | None]
 
@@ -34,7 +35,9 @@ def differentiate_again(outputs: Sequence[Any], inputs: Sequence[Any], run: Call
     # Hooks must not keep alive what the plan lets go of.
     given = [_while_alive(each) if isinstance(each, torch.Tensor) and not holds_inputs
              else lambda value=each: value for each in inputs]
-    for region in dict.fromkeys(region_nodes(outputs)):
+    regions = [*dict.fromkeys(region_nodes(outputs))]
+    to_come = len(regions)
+    for region in regions:
         places, weak = _places(region, outputs), weakref.proxy(region)
 
         def begun(_: object, node: Any = weak,
@@ -46,7 +49,15 @@ def differentiate_again(outputs: Sequence[Any], inputs: Sequence[Any], run: Call
                 return
 
             def made(gradients: _Gradients, cotangents: _Gradients) -> _Gradients:
+                nonlocal to_come
                 handle.remove()
+                found = replaced(gradients, cotangents)
+                to_come -= 1
+                if not to_come and not backward_keeps_graph():
+                    given[:] = [lambda: None] * len(given)  # the output may live on
+                return found
+
+            def replaced(gradients: _Gradients, cotangents: _Gradients) -> _Gradients:
                 error, edges = unplanned(), node.next_functions
                 if not is_again and error is None:
                     return gradients

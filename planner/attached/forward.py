@@ -203,6 +203,8 @@ class PlanningForward(ObservingForward):
             self.plain(*args, **kwargs)  # what the model raises itself is for the caller to handle
             raise
         self._served.pop(call, None)
+        if self.running is not None:
+            self.running.followed_by = ref(graph)
         self._served[call] = self.running = graph
         if len(self._served) > _MOST_CALLS:
             del self._served[next(iter(self._served))]
@@ -236,7 +238,10 @@ class PlanningForward(ObservingForward):
                         "budget; steps are planned with these outputs from now on", self._name)
             self._has_other_loss = True
             self.graphs.clear()
-        for graph in sorted(self.graphs, key=lambda graph: graph is not known):
+        # Calls may take turns: the one after a graph's is tried first, the last one's next.
+        after = None if self.running is None else self.running.followed_by()
+        for graph in sorted(self.graphs, key=lambda graph: (graph is not after,
+                                                            graph is not known)):
             if not graph.may_serve(call) or (is_apart and graph.call != call):
                 continue
             refusal = "" if graph.planner else other_ranks(graph.plan.parallel, self.__self__)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from weakref import WeakSet, ref
 
@@ -61,6 +61,8 @@ class PlannedGraph:
         """Other graphs, of this and other models, whose calls hold memory beside its own."""
         self.step_mates: WeakSet[PlannedGraph] = WeakSet()
         """Other graphs that were called in the same step, perhaps one after the other."""
+        self.followed_by: Callable[[], PlannedGraph | None] = lambda: None
+        """Returns the graph that served the model's next call, the last time."""
         self.room_bytes = 0
         """Memory to leave between its forward and backward, so that its companions fit there."""
         self.is_lean = False
