@@ -27,6 +27,7 @@ import torch
 from torch import fx, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
+from planner._graph_capture.errors import CaptureError
 from planner._graph_capture.foreign_calls import foreign_call
 from planner.api import plan, plan_step
 from planner.arguments.budget import parse_budget
@@ -69,7 +70,7 @@ class PlannedGraph:
     def __init__(self, module: fx.GraphModule, options: Options) -> None:
         self._module, self._options = module, options
         self._numbers = _arguments_read_as_numbers(module)
-        self._applied: dict[tuple[object, ...], _Applied] = {}
+        self._applied: dict[tuple[object, ...], Callable[..., Any]] = {}
         self._made: list[Plan] = []
         """Plans of this graph, for any parameters."""
         self._has_warned = False
@@ -105,7 +106,17 @@ class PlannedGraph:
                 outputs = call(*inputs)
                 break
         else:
-            made = self._plan(region, inputs, plans)
+            try:
+                made = self._plan(region, inputs, plans)
+            except CaptureError as error:
+                if not self._options.takes_least:
+                    raise
+                # By itself it may write into what is a parameter then.
+                warnings.warn("it runs as it is written, for it cannot be planned by itself: "
+                              f"{error}", stacklevel=2)
+                region.release()
+                self._applied[key] = self._module
+                return self._module(*args)
             plans.append(made)
             self._made.append(made)
             call = made.apply(region)
@@ -156,7 +167,7 @@ class _Applied:
             self.region.release()
 
 
-def _forget(applied: dict[tuple[object, ...], _Applied], key: tuple[object, ...],
+def _forget(applied: dict[tuple[object, ...], Callable[..., Any]], key: tuple[object, ...],
             _: object) -> None:
     applied.pop(key, None)
 

@@ -45,6 +45,7 @@ from planner._graph_capture.torch_compat import (
     no_active_modes,
     of_class,
     pytree,
+    running_node_number,
     runs_its_own_ops,
     schema_of,
     storage_at,
@@ -87,6 +88,12 @@ def _masks(args: tuple[Any, ...]) -> tuple[torch.Tensor, ...]:
     """The masks among the indices of an op that selects."""
     return tuple(index for index in args[1]
                  if index is not None and index.dtype in (torch.bool, torch.uint8))
+
+
+def _selection(args: tuple[Any, ...]) -> object:
+    """What an assignment by masks and the gradient of what it assigns have in common."""
+    return args[0].shape, args[0].dtype, tuple(
+        None if index is None else storage_key(index) for index in args[1])
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,8 +171,8 @@ class StorageLessMode(TorchDispatchMode):
         self._unknown_is_zero = unknown_is_zero
         self._answers: list[Answer] | None = None
         self._nothing_is_known = False
-        # What assignments by masks select, by the storages of the masks; a key may be reused.
-        self._selected: dict[tuple[int, ...], tuple[Callable[[], object], Answer]] = {}
+        # What assignments by masks select; a key may be reused.
+        self._selected: dict[object, tuple[Callable[[], object], Answer]] = {}
         self._fakes = FakeTensorMode()
         self._results: dict[object, Any] = {}  # fake results, by signature of the op
         # Real storages into which an unknown value was written; a key may be reused.
@@ -236,14 +243,13 @@ class StorageLessMode(TorchDispatchMode):
         """Remember what an assignment by masks selects; one of a backward is not known."""
         answer = self._next_answer(func, args)
         if answer is not None:
-            masks = _masks(args)
-            self._selected[tuple(map(storage_key, masks))] = (
-                weakref.ref(masks[0].untyped_storage()), answer)
+            self._selected[_selection(args)] = (
+                weakref.ref(_masks(args)[0].untyped_storage()), answer)
 
     def _answer_of(self, func: OpOverload, args: tuple[Any, ...]) -> Any:
         """The value that code asks for, or the result of an op whose size depends on values."""
-        if func is torch.ops.aten.index.Tensor:
-            found = self._selected.get(tuple(map(storage_key, _masks(args))))
+        if func is torch.ops.aten.index.Tensor and running_node_number() is not None:
+            found = self._selected.get(_selection(args))
             if found is not None and found[0]() is not None:
                 return found[1].value
         answer = self._next_answer(func, args)

@@ -86,6 +86,7 @@ def lower_joint_graph(
             hoisted = ops_to_hoist(joint, saved)
         hoist(joint, hoisted)
     Sizes.of(joint.primals).settle(joint.graph)
+    joint = joint.described_anew()  # a size may be among the outputs
     lowered = lower(joint, _stable_names(input_names, joint), region, block)
     lowered = replace(lowered, hoisted=hoisted or (), saved_by_default=saved,
                       chunks=cut.chunks, inner_chunks=cut.inner_chunks, elided=cut.elided)

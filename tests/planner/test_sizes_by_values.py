@@ -14,6 +14,7 @@ from planner._apply.errors import PlanMismatch
 from planner._graph_capture.memory.allocator import record_stages
 from planner._graph_capture.module_forward import forward_override
 from planner.attached import known
+from planner.captured_graph import with_least_memory
 
 
 class Sized(nn.Module):
@@ -239,3 +240,51 @@ def test_it_is_said_once_that_learning_the_values_took_more_than_the_budget(monk
     assert planner.status(net).plans > 1
     said = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert len(said) == 1 and "called without gradients as it is written, which took 16." in said[0]
+
+
+class Detector(nn.Module):
+    """Classes are assigned to the points that are chosen, by two indices, and then the same points
+    are selected."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body = nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 5))
+
+    def forward(self, x: torch.Tensor, targets: list[dict[str, torch.Tensor]]) -> torch.Tensor:
+        losses = []
+        for found, target in zip(self.body(x), targets, strict=True):
+            overlap, nearest = target["overlaps"].max(0)
+            chosen, goal = overlap >= .4, torch.zeros_like(found)
+            goal[chosen, target["labels"][nearest[chosen]]] = 1.0
+            count = max(1, int(chosen.sum()))
+            losses.append((found - goal).square().sum() / count)
+            losses.append((found[chosen][:, :4] - target["boxes"][nearest[chosen]]).abs().sum()
+                          / count)
+        return torch.stack(losses).sum()
+
+
+@pytest.mark.slow
+def test_masks_that_assign_and_select():
+    plain, net = Detector(), planner.within(Detector(), "90%", optimizer="sgd", time_limit=1)
+    for module in (plain, net):
+        torch.manual_seed(1)
+        for _ in range(3):
+            module(torch.randn(2, 300, 8), [
+                {"overlaps": torch.rand(n, 300), "labels": torch.randint(0, 5, (n,)),
+                 "boxes": torch.rand(n, 4)} for n in (2, 3)]).backward()
+    assert planner.steps_of(net).planned == 3
+    assert all(torch.equal(mine.grad, other.grad) for mine, other
+               in zip(net.parameters(), plain.parameters(), strict=True))
+
+
+class Adds(nn.Module):
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return x.add_(y.sin()).square()
+
+
+def test_a_graph_that_writes_into_an_operand_runs_as_written_where_it_is_not_the_planned_one():
+    leaf, y = torch.randn(8, requires_grad=True), torch.randn(8, requires_grad=True)
+    with pytest.warns(UserWarning, match="runs as it is written"):
+        with_least_memory(torch.fx.symbolic_trace(Adds()))(leaf * 1, y).sum().backward()
+    assert torch.equal(leaf.grad, 2 * (leaf + y.sin()))
