@@ -140,16 +140,19 @@ class Recording:
         """Raise `CaptureError` if nothing in the step can be planned."""
         if self.calls:
             return
-        if self.inference_graphs:
+        trained = [*self.fake_copy.model.parameters(),
+                   *(leaf for _, leaf in named_inputs(self.fake_copy))]
+        if not any(each.requires_grad for each in trained):
             raise CaptureError(
                 "nothing that was captured of the model needs a gradient: no parameter or input "
                 "with requires_grad takes part in it, so there is nothing to plan")
         raise CaptureError(
-            "torch.compile ran the model as it is written and captured nothing of it. So it does "
-            "with code that it compiled too often before (torch._dynamo.config.recompile_limit): "
-            "call torch._dynamo.reset() and plan again; with code under torch.compiler.disable, "
-            "and with a loop in which the graph breaks: take that out of the model, or name blocks "
-            "without it in regions")
+            "torch.compile ran the model as it is written and captured nothing of it that needs a "
+            "gradient. So it does with code that it compiled too often before "
+            "(torch._dynamo.config.recompile_limit): call torch._dynamo.reset() and plan again; "
+            "with code under torch.compiler.disable, and with a loop in which the graph breaks: "
+            "take that out of the model, or name blocks without it in regions; and with a module "
+            "of torch's such as nn.Sequential that is called there: give it a class of your own")
 
 
 RunStep = Callable[[Callable[..., Any], Callable[[], object]], object]
