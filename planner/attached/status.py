@@ -41,13 +41,21 @@ class Status:
     def __str__(self) -> str:
         rows = [("plan", "none yet" if self.plan is None else summarize(self.plan)),
                 ("steps", f"{self.planned_steps} of {self.steps} under a plan, {self.calls} calls"),
-                ("worst peak", _size(self.worst_peak_bytes)
-                 + ("" if self.budget_bytes is None
-                    else f" of a budget of {format_bytes(self.budget_bytes)}")),
+                ("worst peak", _size(self.worst_peak_bytes) + self._budget()),
                 ("planning", f"{self.plans} plans in {self.planning_seconds:.1f} s")]
         if self.last_reason is not None:
             rows.append(("not planned", self.last_reason))
         return "\n".join(f"{name:12}{words}" for name, words in rows)
+
+    def _budget(self) -> str:
+        if self.budget_bytes is None:
+            return ""
+        budget = format_bytes(self.budget_bytes)
+        # A percentage is of each step's own plain peak.
+        is_another = self.worst_peak_bytes is not None and (
+            self.worst_peak_bytes > self.budget_bytes)
+        return f"; the budget of the last step is {budget}" if is_another else (
+            f" of a budget of {budget}")
 
 
 def _size(count: int | None) -> str:
