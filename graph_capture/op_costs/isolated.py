@@ -29,8 +29,6 @@ _CHILD = "planner._graph_capture.op_costs.probe_child"
 _LONGEST_ANSWER_SECONDS = 60.0
 """Wall-clock limit after which a child counts as hung.  Ops run several times, and are estimated to
 take at most two seconds."""
-_OPAQUE = frozenset({"mkldnn_rnn_layer_backward"})
-"""Ops that are never run: without a reserve from their own forward they crash or hang."""
 _TRUSTED = frozenset({
     "_fused_rms_norm", "_fused_rms_norm_backward", "_log_softmax_backward_data",
     "_native_batch_norm_legit", "_native_batch_norm_legit_functional", "_safe_softmax",
@@ -98,8 +96,6 @@ class IsolatedProbe:
                 quantity: str) -> float | None:
         """A quantity of the op, by the name of the probe's measurement; `None` if the op fails,
         crashes or hangs."""
-        if aten_name(target) in _OPAQUE:
-            return None
         layouts: dict[int, Layout] = {}
 
         def described(leaf: Any) -> Any:

@@ -52,6 +52,7 @@ from planner._graph_capture.torch_compat import (
     pytree,
     schema_of,
 )
+from planner._graph_capture.torch_compat.recurrent import in_training
 
 _SAFE_FRACTION = 0.25
 """An op is run only if its tensors use at most this share of the free memory."""
@@ -194,7 +195,7 @@ class OpProbe:
                 real_args, real_kwargs = real.tree(args), real.tree(dict(kwargs))
                 call = function()
                 if isinstance(call, OpOverload):
-                    real_args = seeds_on_host(call, real_args)
+                    real_args = with_reserve(call, seeds_on_host(call, real_args))
                 return measurement(lambda: call(*real_args, **real_kwargs), real.renew)
             except Exception:  # an op may refuse dummy inputs with any error
                 return None
@@ -389,6 +390,18 @@ def seeds_on_host(op: OpOverload, args: tuple[Any, ...]) -> tuple[Any, ...]:
         return args
     return tuple(value.cpu() if isinstance(value, torch.Tensor) and each.name.startswith("philox")
                  else value for each, value in zip(schema_of(op).arguments, args, strict=False))
+
+
+def with_reserve(op: OpOverload, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The arguments of an LSTM's backward with the reserve that its forward makes: with another one
+    it hangs, or ends the process."""
+    if op is not torch.ops.aten.mkldnn_rnn_layer_backward.default:
+        return args
+    layer, (reverse, *sizes, has_biases, train, bidirectional, batches, batch_first) = (
+        args[:7], args[13:22])
+    *_, reserve = in_training(torch.ops.aten.mkldnn_rnn_layer.default)(
+        *layer, reverse, batches, *sizes, has_biases, bidirectional, batch_first, train)
+    return *args[:22], reserve
 
 
 def ints(sizes: Any) -> tuple[int, ...]:

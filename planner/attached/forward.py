@@ -199,8 +199,10 @@ class PlanningForward(ObservingForward):
         del before
         try:
             graph, output = self._step(call, known, present, args, kwargs)
-        except CaptureError:
-            self.plain(*args, **kwargs)  # what the model raises itself is for the caller to handle
+        except Exception as error:
+            abandon()  # what comes next is another step
+            if isinstance(error, CaptureError):
+                self.plain(*args, **kwargs)  # what the model raises itself is for the caller
             raise
         self._served.pop(call, None)
         if self.running is not None:
