@@ -25,6 +25,7 @@ import logging
 import math
 import time
 import warnings
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -599,12 +600,16 @@ class PlanningForward(ObservingForward):
 
     def _words(self, known: Known | None) -> str:
         if known is None:
-            return "; for the first step, while its optimizer or loss is not known"
+            is_given = self.settings.planning.optimizer is not None
+            unknown = "loss" if is_given or self._stepping is not None else "optimizer"
+            return f"; for the first step, while its {unknown} is not known"
         if self.settings.planning.optimizer is not None and known.optimizers is None:
             return ""
-        names = [type(found).__name__ for each in known.optimizers or ()
-                 if (found := each()) is not None]
-        counted = " and ".join(names) or "no optimizer, since none of torch's has stepped"
+        names = Counter(type(found).__name__ for each in known.optimizers or ()
+                        if (found := each()) is not None)
+        counted = " and ".join(name if number == 1 else f"{number} {name}" for name, number
+                               in names.items()) or (
+            "no optimizer, since none of torch's has stepped")
         return f"; counting {counted}" + (
             " and gradients of earlier micro-batches" if known.accumulates else "")
 
