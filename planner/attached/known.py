@@ -507,12 +507,16 @@ class GraphPlanner:
         `pending_bytes`; raises `InfeasibleBudget`."""
         variant = prepared.variant_of(plan.spec)
         saved = saved_bytes(variant, schedule_of(variant, plan.spec))
-        excess_bytes = self._needed(known, prepared, plan) - pending_bytes
-        saved -= excess_bytes // max(1, *(each.pending for each in known.outside.backward))
         net_bytes = self._prepared(known, pending_bytes).budget.net_bytes(limit_bytes)
-        room_bytes = max(known.room_bytes, net_bytes - saved)
-        return plan_within(self._prepared(replace(known, room_bytes=room_bytes), pending_bytes),
-                           limit_bytes, effort)
+        calls = max(1, *(each.pending for each in known.outside.backward))
+        for _ in range(2):  # they keep a little more than what each saves
+            saved -= -(-(self._needed(known, prepared, plan) - pending_bytes) // calls)
+            room_bytes = max(known.room_bytes, net_bytes - saved)
+            plan = plan_within(self._prepared(replace(known, room_bytes=room_bytes),
+                                              pending_bytes), limit_bytes, effort)
+            if self._needed(known, prepared, plan) <= pending_bytes:
+                break
+        return plan
 
     def _as_earlier(self, known: Known, prepared: PreparedStep, limit_bytes: int | None
                     ) -> Plan | None:
@@ -542,8 +546,15 @@ class GraphPlanner:
             limit_bytes = self._limit_bytes(known, prepared)
         effort = Effort(solver=self._planning.solver,
                         time_limit=_PROVISIONAL_SHARE * self._planning.time_limit)
-        least = leanest_plan(prepared, effort)
-        return self._accounted(known, least, self._needed(known, prepared, least), 0.0, limit_bytes)
+        found = [leanest_plan(prepared, effort)]
+        if any(moment.pending for moment in known.outside.backward):
+            # Of many calls, each of which saves as much, the peak is that of what they save.
+            room_bytes = max(known.room_bytes, self._step.baseline.peak_bytes)
+            found.append(leanest_plan(
+                self._prepared(replace(known, room_bytes=room_bytes)), effort))
+        return min((self._accounted(known, each, self._needed(known, prepared, each), 0.0,
+                                    limit_bytes) for each in found),
+                   key=lambda plan: plan.peak_bytes)
 
     def may_fit(self, known: Known) -> bool:
         """True if a schedule meets the step's budget where nothing beside the call holds memory."""
