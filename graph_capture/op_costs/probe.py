@@ -196,6 +196,7 @@ class OpProbe:
                 call = function()
                 if isinstance(call, OpOverload):
                     real_args = with_reserve(call, seeds_on_host(call, real_args))
+                    call = in_training(call)
                 return measurement(lambda: call(*real_args, **real_kwargs), real.renew)
             except Exception:  # an op may refuse dummy inputs with any error
                 return None

@@ -1,8 +1,8 @@
 """Corrects fake kernels of torch that are incomplete, when this module is imported.
 
 A fake kernel computes the shapes of an op's results.  Torch's own refuses the grouped matrix
-product in all dtypes but bfloat16, gives the fused LSTM of CPUs a reserve of no bytes, and takes no
-symbolic sizes for the gradient of an interpolation.
+product in all dtypes but bfloat16, gives the fused LSTM of CPUs a reserve of no bytes and its two
+biases one gradient, and takes no symbolic sizes for the gradient of an interpolation.
 """
 
 from __future__ import annotations
@@ -48,6 +48,11 @@ def _fused_lstm(mode: Any, func: Any, *args: Any) -> Any:
         return output, hidden, cell, torch.empty(size, dtype=torch.uint8, device=x.device)
 
 
+def _gradients_of_fused_lstm(mode: Any, func: Any, *args: Any) -> Any:
+    with mode:
+        return tuple(each.new_empty(each.shape, dtype=torch.float32) for each in args[:7])
+
+
 _FEW_STEPS = 5
 
 
@@ -85,3 +90,5 @@ for _backward in (_aten.upsample_linear1d_backward, _aten.upsample_bilinear2d_ba
     op_implementations_dict.setdefault(_backward.default, _gradient_of_resize)
 op_implementations_dict.setdefault(_aten._grouped_mm.default, _grouped_product)
 op_implementations_dict.setdefault(_aten.mkldnn_rnn_layer.default, _fused_lstm)
+op_implementations_dict.setdefault(_aten.mkldnn_rnn_layer_backward.default,
+                                   _gradients_of_fused_lstm)
