@@ -192,7 +192,7 @@ class _Steps:
                  may_evaluate: bool = False) -> None:
         """`may_evaluate`: give a closure to each step that takes one."""
         self.settings, self.may_evaluate = settings, may_evaluate
-        self.fake_copy, self.given = fake_copy, instances(optimizer) or ()
+        self.fake_copy, self.given = fake_copy, instances(optimizer)
         # Some optimizers read the norm of an update.
         self.storage_less = storage_less = storage_less_copy(
             fake_copy, unknown_is_zero=True, device=torch.device("cpu"))
@@ -208,7 +208,7 @@ class _Steps:
         self.held: set[int] = set()  # storages alive between steps
         if not self.trainable:
             return
-        if not self.given:
+        if self.given is None:
             with storage_less.mode, self.tracker:  # some make their state at once
                 self.steppers = make_optimizers(
                     optimizer, self.trainable,
@@ -240,7 +240,7 @@ class _Steps:
     def trace(self) -> OptimizerTrace:
         """The trace from the creation of the optimizers to the end of the last step."""
         if not self.trainable:  # state is kept from when some were
-            return _as_it_is("none", self.given, self.fake_copy)
+            return _as_it_is("none", self.given or (), self.fake_copy)
         tracker, storage_less = self.tracker, self.storage_less
         for stepper in self.steppers:
             own = [value for name, value in vars(stepper).items() if name != "param_groups"]

@@ -90,8 +90,7 @@ class Branch:
 def is_small_input(tensor: torch.Tensor) -> bool:
     """True for plain tensors without gradient that are not too large to work with."""
     return (not isinstance(tensor, nn.Parameter) and tensor.layout is torch.strided
-            and not tensor.requires_grad and not is_traceable_wrapper_subclass(tensor)
-            and tensor.numel() * tensor.dtype.itemsize <= KNOWN_BYTES)
+            and not tensor.requires_grad and _is_small(tensor))
 
 
 def may_be_known(tensor: torch.Tensor) -> bool:
@@ -101,8 +100,12 @@ def may_be_known(tensor: torch.Tensor) -> bool:
 
 def has_discrete_values(tensor: torch.Tensor) -> bool:
     """True for plain tensors of integers and single numbers that are not too large to work with."""
+    return _is_small(tensor) and (
+        tensor.numel() <= 1 or not (tensor.is_floating_point() or tensor.is_complex()))
+
+
+def _is_small(tensor: torch.Tensor) -> bool:
     return (not is_traceable_wrapper_subclass(tensor)
-            and (tensor.numel() <= 1 or not (tensor.is_floating_point() or tensor.is_complex()))
             and tensor.numel() * tensor.dtype.itemsize <= KNOWN_BYTES)
 
 
@@ -117,7 +120,7 @@ def as_plain_code(values: Callable[[], Mapping[int, torch.Tensor]]) -> Iterator[
     replaced: list[tuple[Any, str, Any]] = [
         (TorchInGraphFunctionVariable, "call_function", _answering_call(_call)),
         (SkipFunctionVariable, "call_function", _answering_call(_skipped_call)),
-        (TensorVariable, "call_method", _call_or_draw),
+        (TensorVariable, "call_method", _call_method_as_plain),
         (InstructionTranslatorBase, "run", _run_frame),
         *((kind, "dispatch_table", _answering_table(kind))
           for kind in _translators(InstructionTranslatorBase))]
@@ -138,7 +141,7 @@ _call_method = TensorVariable.call_method
 _run = InstructionTranslatorBase.run
 
 
-def _call_or_draw(variable: Any, translator: Any, name: str, args: Any, kwargs: Any) -> Any:
+def _call_method_as_plain(variable: Any, translator: Any, name: str, args: Any, kwargs: Any) -> Any:
     """The handler of a method of a tensor: also of `random_`, at which Dynamo breaks the graph
     since one of its overloads, with a lower bound, has a keyword of Python as its name, and of
     `item`, by which `bool` asks as well."""
@@ -241,9 +244,9 @@ def _answer(translator: Any, value: TensorVariable) -> bool | None:
     if any(symbol not in givers for symbol in part.sizes):
         return None
     values: list[Any] = []
-    for placeholder in (*part.inputs, *(givers[symbol].input for symbol in part.sizes)):
-        if "grapharg" not in placeholder.meta:  # of a part of the graph, a function of its own
-            return None
+    needed = (*part.inputs, *(givers[symbol].input for symbol in part.sizes))
+    if any("grapharg" not in each.meta for each in needed):  # those of a function of the graph's
+        return None
     for placeholder in part.inputs:
         known = _values.get()().get(id(placeholder.meta["grapharg"].example))
         if known is None or not is_small_input(known):

@@ -195,9 +195,9 @@ class PlanningForward(ObservingForward):
             self._counts.calls += 1
             self.steps.count(_DIFFERENTIATED_AGAIN)
             return self.plain(*args, **kwargs)
-        present, before = self._present(args, kwargs), self._returned_before(args, kwargs)
-        returned_before = [ref(each) for each in before]
-        del before
+        returned = self._returned_before(args, kwargs)
+        present, returned_before = self._present(returned), [*map(ref, returned)]
+        del returned  # the loop may let go of it
         try:
             graph, output = self._step(call, known, present, args, kwargs)
         except Exception as error:

@@ -303,9 +303,9 @@ class ObservingForward(CountingForward):
         return [tensor for tensor in self._returned.of_earlier_steps()
                 if tensor.layout is torch.strided and storage_key(tensor) not in inputs]
 
-    def _present(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Present:
-        """The memory present as a call begins."""
-        returned_bytes = bytes_on(device_of(self.__self__), self._returned_before(args, kwargs))
+    def _present(self, returned: Iterable[torch.Tensor]) -> Present:
+        """The memory present as a call begins; `returned`: by earlier calls."""
+        returned_bytes = bytes_on(device_of(self.__self__), returned)
         if returned_bytes:  # sizes that vary are no news
             returned_bytes = self._returned_bytes = max(self._returned_bytes, returned_bytes)
         return Present.now(
@@ -478,13 +478,14 @@ class ObservingForward(CountingForward):
         graph.is_differentiated_again |= torch.is_grad_enabled()
         if not pending.begin_backward():
             return
-        returned = [tensor for each in pending.returned_before if (tensor := each()) is not None]
-        returned_bytes = bytes_on(device_of(self.__self__), returned)
+        left_bytes = bytes_on(device_of(self.__self__), (
+            tensor for each in pending.returned_before if (tensor := each()) is not None))
+        # A small part of what was returned may stay, such as values of the loss.
+        are_left = 2 * left_bytes > present.returned_bytes
         now = Present.now(
             has_gradients=self._in_backward or self._has_gradients,
             gradient_bytes=self._others_gradient_bytes, running=pending,
-            # Of those that were there a small part may stay, such as values of the loss.
-            returned_bytes=present.returned_bytes * (2 * returned_bytes > present.returned_bytes))
+            returned_bytes=present.returned_bytes if are_left else 0)
         self._in_backward, self._gradients_are_used = True, False
         enter_phase(f"in the backward of {type(self.__self__).__name__}")
         ends = graph.moments.setdefault(present, set())

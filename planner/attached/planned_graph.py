@@ -231,12 +231,13 @@ class PlannedGraph:
             return False
         was, now = planned.outside, known.outside
         baseline_bytes = self.plan.baseline_peak_bytes
-        plain_bytes = [max(was.plain_bytes, baseline_bytes), max(
-            now.plain_bytes, baseline_bytes + now.most_plain_bytes - was.most_plain_bytes)]
+        plain_was = max(was.plain_bytes, baseline_bytes)
+        plain_now = max(now.plain_bytes,
+                        baseline_bytes + now.most_plain_bytes - was.most_plain_bytes)
         if self.planner is not None and self.planner.is_percentage and (
-                abs(plain_bytes[1] - plain_bytes[0]) > _CLOSE_TO_PLAIN * plain_bytes[0]):
+                abs(plain_now - plain_was) > _CLOSE_TO_PLAIN * plain_was):
             return False
-        growth = known.outside.most_bytes - planned.outside.most_bytes
+        growth = now.most_bytes - was.most_bytes
         limit_bytes = self.plan.budget_bytes
         if growth == 0 or limit_bytes is None:
             return growth == 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import itertools
 from fractions import Fraction
 from pathlib import Path
@@ -287,6 +288,25 @@ def test_the_backward_of_an_lstm_is_measured_with_the_reserve_of_its_forward(pro
     assert probed(probe, target, *args(torch.empty(0, dtype=torch.uint8))) == measured(
         target, *args(reserve)) > 0
     assert not probe.assumed
+
+
+def test_an_op_that_ends_its_process_is_assumed_and_others_are_still_measured(
+        probe, tmp_path, monkeypatch):
+    # The child imports the module of the op's namespace.
+    (tmp_path / "planner_test_ends.py").write_text("""
+import os, torch
+torch.library.define("planner_test_ends::ends", "(Tensor x) -> Tensor")
+torch.library.impl("planner_test_ends::ends", "CPU", lambda x: os._exit(1))
+torch.library.register_fake("planner_test_ends::ends", torch.empty_like)
+""")
+    monkeypatch.syspath_prepend(tmp_path)
+    importlib.import_module("planner_test_ends")
+    assert probed(probe, torch.ops.planner_test_ends.ends.default, torch.randn(8)) == 0
+    assert probe.assumed == {"planner_test_ends.ends.default"}
+    values = torch.randn(64, 64)
+    assert probed(probe, aten.linalg_lu_factor_ex.default, values) == measured(
+        aten.linalg_lu_factor_ex.default, values)
+    assert probe.assumed == {"planner_test_ends.ends.default"}
 
 
 class Unreadable:
