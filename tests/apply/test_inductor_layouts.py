@@ -64,6 +64,7 @@ def test_a_plan_within_a_budget_is_as_predicted(prepared, tight):
     check_as_predicted(tight, convolutions)
 
 
+@pytest.mark.slow
 def test_a_file_says_so(tight):
     assert loads(dumps(tight)).spec == tight.spec
     assert '"low_memory_codegen": true' in dumps(tight)

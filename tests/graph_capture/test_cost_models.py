@@ -23,6 +23,7 @@ def test_least_flops_recomputes_no_more_of_them_than_least_time(plans):
     assert 0 < plans["flops"].recompute_flops <= plans["roofline"].recompute_flops
 
 
+@pytest.mark.slow
 def test_the_overhead_of_least_flops_is_the_fraction_of_flops(plans):
     plan = plans["flops"]
     assert plan.overhead == pytest.approx(plan.recompute_flops / plan.step_flops, rel=0.02)

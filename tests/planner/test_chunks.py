@@ -148,6 +148,7 @@ def _largest(logits):
     return logits.detach().amax()
 
 
+@pytest.mark.slow
 def test_a_refusal_captures_once_and_searches_its_alternative_less(monkeypatch):
     recorded = []
     record = graph_capture.record_training_step

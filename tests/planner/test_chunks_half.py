@@ -79,6 +79,7 @@ def test_products_add_themselves_to_a_total(kind):
     assert not any("add.Tensor" in op.target for op in of_weight)
 
 
+@pytest.mark.slow
 def test_products_that_read_more_than_they_make_stay_as_they_are():
     """Of a few long chunks: to read them in float32 would take more than the chunk of the sum."""
     inputs = {key: value.repeat(16, 1) for key, value in batch().items()}

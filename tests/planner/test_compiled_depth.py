@@ -67,6 +67,7 @@ def test_layers_left_out_are_accounted_for(deep, given_up, kernel_order):
     assert estimate.by_category == whole.by_category
 
 
+@pytest.mark.slow
 def test_kernels_sketched_without_their_loops_take_the_same_memory(monkeypatch):
     def step():
         prepared = prepare(1)

@@ -25,7 +25,8 @@ class Recurrent(nn.Module):
         return self.head(torch.tanh(self.layer(self.embedding(ids))[0]))
 
 
-@pytest.mark.parametrize("kind", ["GRU", "RNN", "LSTM"])
+@pytest.mark.parametrize("kind", [
+    pytest.param("GRU", marks=pytest.mark.slow), "RNN", "LSTM"])
 def test_recurrent_layers(kind):
     check(lambda: Recurrent(kind, num_layers=2), (torch.arange(192).view(32, 6) % 50,), 0.85)
 

@@ -234,7 +234,9 @@ class Causal(nn.Module):
         return self.head(self.body(embedded, embedded, tgt_mask=mask)).square().mean()
 
 
-@pytest.mark.parametrize("given", ["argument", "buffer", "made inside"])
+@pytest.mark.parametrize("given", [
+    pytest.param("argument", marks=pytest.mark.slow),
+    pytest.param("buffer", marks=pytest.mark.slow), "made inside"])
 def test_masks_of_floats_are_looked_at_as_in_the_plain_step(given):
     torch.manual_seed(0)
     plain, mask = Causal(given), nn.Transformer.generate_square_subsequent_mask(16)

@@ -165,12 +165,14 @@ def test_two_calls_of_two_batch_sizes_are_each_counted_at_its_own():
     assert peak == pytest.approx(plan.peak_bytes, rel=0.005)
 
 
+@pytest.mark.slow
 def test_a_larger_size_is_planned_once_as_the_loss_is_known():
     model = planner.within(Encoder(), "90%", time_limit=1)
     train(model, [(64,), (48,), (48,), (80,), (70,), (100,)])
     assert planner.status(model).plans == 4  # for 64 with fixed sizes; for 64, 80 and 100
 
 
+@pytest.mark.slow
 def test_a_schedule_that_leaves_little_is_taken_at_larger_sizes(monkeypatch):
     searches = []
     search = known.plan_within

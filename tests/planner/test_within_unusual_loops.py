@@ -125,6 +125,7 @@ def test_an_optimizer_that_evaluates_the_model_again_is_counted_to_the_byte():
     assert own + last.peak_bytes == pytest.approx(plan.peak_bytes, rel=1e-3)
 
 
+@pytest.mark.slow
 def test_gradients_that_frozen_layers_have_kept_count():
     net = planner.within(layers(4), "90%", time_limit=1)
     optimizer = torch.optim.SGD(net.parameters(), 0.1)
@@ -335,7 +336,8 @@ def distillation(net: nn.Module, teacher: nn.Module, queue: torch.Tensor) -> tor
     return F.mse_loss(net(x), teacher(x))
 
 
-@pytest.mark.parametrize("loss_of", [contrast, distillation])
+@pytest.mark.parametrize("loss_of", [
+    contrast, pytest.param(distillation, marks=pytest.mark.slow)])
 def test_a_loss_that_calls_a_planned_model_for_its_target(loss_of):
     net = planner.within(layers(4), "80%", time_limit=1)
     teacher, queue = copy.deepcopy(net).requires_grad_(False), torch.randn(1024, 32)
@@ -407,6 +409,7 @@ def test_a_view_of_a_tensor_that_was_written_into_may_be_returned():
         planned.parameters(), expected, strict=True))
 
 
+@pytest.mark.slow
 def test_training_that_is_resumed_has_its_optimizer_from_the_first_step_on():
     def run(budget: int | None) -> list[int]:
         torch.manual_seed(0)
@@ -460,6 +463,7 @@ def test_a_module_that_defines_how_it_is_pickled():
     assert planner.status(net).planned_steps == 1
 
 
+@pytest.mark.slow
 def test_the_optimizer_state_of_a_critic_that_is_frozen_meanwhile_counts():
     torch.manual_seed(0)
     actor, critic, x = layers(), layers(4, 64), torch.randn(512, 32)

@@ -84,6 +84,7 @@ def test_a_time_limit_returns_what_was_found_and_what_is_not_proven() -> None:
     assert result.status == "feasible" and result.gap > 0
 
 
+@pytest.mark.slow
 def test_counted_work_that_goes_on_from_a_schedule_leaves_out_the_simple_stages(
         monkeypatch: pytest.MonkeyPatch) -> None:
     problem = gpt(6)
