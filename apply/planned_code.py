@@ -211,7 +211,6 @@ def is_exchangeable(spec: RewriteSpec) -> bool:
     """True if code under this rewrite spec may run under another: AOTAutograd runs the graphs, and
     returns all outputs."""
     return (spec.backend == "eager" and spec.sizes is None
-            and (bool(spec.blocks) or len(spec.regions) == 1)
             and not any(region.elided for region in spec.regions))
 
 

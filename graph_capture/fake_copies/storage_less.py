@@ -30,6 +30,7 @@ from torch import nn
 from planner._graph_capture.errors import CaptureError, DataDependentValue
 from planner._graph_capture.fake_copies.fake import FakeCopier, FakeCopy, fake_copy_by
 from planner._graph_capture.joint_graph.joint import tensors_of
+from planner._graph_capture.joint_graph.reduced_losses import in_its_storage
 from planner._graph_capture.memory.sparse import MAKE_SPARSE, is_sparse, leaves_of, run_sparse
 from planner._graph_capture.torch_compat import (
     KNOWN_BYTES,
@@ -329,7 +330,7 @@ class StorageLessMode(TorchDispatchMode):
 
         fake_args, fake_kwargs = pytree.tree_map(fake, (args, dict(kwargs)))
         with self._fakes:
-            out = func(*fake_args, **fake_kwargs)
+            out = in_its_storage(func, fake_args, fake_kwargs, func(*fake_args, **fake_kwargs))
         result = pytree.tree_map(answer, out)
         if key is not None and not of_operands:
             self._results[key] = out

@@ -26,6 +26,7 @@ from torch import fx
 
 from planner._graph_capture.errors import CaptureError
 from planner._graph_capture.joint_graph.inplace import can_write_inplace
+from planner._graph_capture.joint_graph.reduced_losses import SHRUNK, in_its_storage
 from planner._graph_capture.joint_graph.replay import is_random
 from planner._graph_capture.joint_graph.walks import ancestors, descendants, operands, readers
 from planner._graph_capture.torch_compat import (
@@ -95,6 +96,8 @@ def clean_joint_graph(
     """The joint graph without dead code, duplicates, and the backward of outputs for which
     `cotangents` is false.  The given module is not changed."""
     graph = _without_duplicates(module.graph)
+    _remove_whole_slices(graph)
+    _describe_whole_storages(graph)
     placeholders = graph.find_nodes(op="placeholder")
     tangents = tuple(node for node in placeholders if is_cotangent(node))
     primals = tuple(node for node in placeholders if not is_cotangent(node))
@@ -149,6 +152,32 @@ def _without_duplicates(graph: fx.Graph) -> fx.Graph:
         if _NUMBER in node.kwargs:
             node.kwargs = {key: value for key, value in node.kwargs.items() if key != _NUMBER}
     return unique
+
+
+def _remove_whole_slices(graph: fx.Graph) -> None:
+    """Remove the slices that indexing such as `x[:, 0]` takes of whole dimensions of symbolic size,
+    and the copies in their backward.  Where a size is a number, ATen takes no such slice."""
+    for target, first in _SLICES.items():
+        for node in graph.find_nodes(op="call_function", target=target):
+            given: list[Any] = [*node.args[first:], *_WHOLE_SLICE[len(node.args) - first:]]
+            dimension, start, end, step = given
+            source = node.args[0]
+            if (isinstance(node.meta["val"].shape[dimension], torch.SymInt)
+                    and (start or 0, step) == (0, 1) and end in (None, _WHOLE_SLICE[2])):
+                node.replace_all_uses_with(source)
+                graph.erase_node(node)
+
+
+_SLICES = {torch.ops.aten.slice.Tensor: 1, torch.ops.aten.slice_backward.default: 2}
+"""Ops whose arguments from this place on are dimension, start, end and step."""
+_WHOLE_SLICE = (0, 0, torch.iinfo(torch.int64).max, 1)
+
+
+def _describe_whole_storages(graph: fx.Graph) -> None:
+    for target in SHRUNK:
+        for node in graph.find_nodes(op="call_function", target=target):
+            args, kwargs = fx.map_arg((node.args, node.kwargs), lambda arg: arg.meta["val"])
+            node.meta["val"] = in_its_storage(target, args, kwargs, node.meta["val"])
 
 
 def eliminate_dead_code(graph: fx.Graph) -> None:

@@ -30,6 +30,7 @@ from torch.nn.modules.module import (
     register_module_forward_pre_hook,
 )
 
+from planner._graph_capture.joint_graph.reduced_losses import in_its_storage
 from planner._graph_capture.memory.allocator import allocated_bytes
 from planner._graph_capture.memory.sparse import strided_tensors
 from planner._graph_capture.memory.trace import Block, Category, MemoryTrace, OpRun
@@ -183,7 +184,7 @@ class MemoryTracker(TorchDispatchMode):
                 return as_composed(func)(*args, **kwargs)
         begun = len(self._events)
         self._running = (str(func.overloadpacket), self._module_of_op())
-        out = func(*args, **kwargs)
+        out = in_its_storage(func, args, kwargs, func(*args, **kwargs))
         if func is torch.ops.aten.lift_fresh.default:
             # Made from Python numbers, which no other op reports.  A single one, such as an
             # optimizer's count of steps, stays in host memory unless it is moved.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 import sympy
@@ -27,8 +28,14 @@ def same_sizes(mine: Sequence[Any], theirs: Sequence[Any]) -> bool:
     """True where sizes are equal whatever the symbols' values are; torch's own comparison would fix
     a symbol whose value happens to be the other size."""
     return len(mine) == len(theirs) and all(
-        expression_of(left) == expression_of(right)
+        _are_equal(expression_of(left), expression_of(right))
         for left, right in zip(mine, theirs, strict=True))
+
+
+@lru_cache(maxsize=4096)
+def _are_equal(left: Any, right: Any) -> bool:
+    """True if two expressions are one polynomial of symbols and of quotients of them."""
+    return bool(left == right) or sympy.expand(left - right) == 0
 
 
 def function_of(expression: Any, symbols: Sequence[Any]) -> Callable[..., int]:
