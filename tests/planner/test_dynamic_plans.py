@@ -185,6 +185,33 @@ def test_a_batch_and_a_length_vary_together():
         assert measured == plan.peak_bytes_at(batch=batch, length=length)
 
 
+class Patches(nn.Module):
+    """Cuts images into patches, and reads the first of what it makes of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cut = nn.Conv2d(3, 16, 4, 4)
+        self.first = nn.Parameter(torch.zeros(1, 1, 16))
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        patches = self.cut(images).flatten(2).transpose(1, 2)
+        rows = torch.cat((self.first.expand(len(images), -1, -1), patches), 1)
+        for _ in range(4):
+            rows = rows.tanh()
+        return rows[:, 0].square().mean()
+
+
+def test_a_graph_with_symbols_takes_what_one_with_numbers_does():
+    """It indexes without copies (`x[:, 0]`), and writes in place where a size is a product."""
+    model, images = Patches(), torch.randn(8, 3, 32, 32)
+    plan = planner.plan(model, images, dynamic={"images": {0: "batch", 2: "height"}})
+    for batch, height in ((8, 32), (5, 16)):
+        some = images[:batch, :, :height].clone()
+        fixed = planner.plan(model, some)
+        assert plan.peak_bytes_at(batch=batch, height=height) == fixed.peak_bytes
+        assert measured_peak(plan.apply(model), some) == fixed.peak_bytes
+
+
 def train(model: nn.Module, batches: list[torch.Tensor]) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     for batch in batches:
