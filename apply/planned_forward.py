@@ -151,7 +151,14 @@ class PlannedForward(CountingForward):
         hooks = hooks_within(self.__self__)
         has_other_hooks = hooks != self._hooks and not self._is_first_step
         try:
-            result = self._step(known, args, kwargs)
+            try:
+                result = self._step(known, args, kwargs)
+            except PlanMismatch:
+                # A model may register hooks in its first call; the plan is for later ones.
+                if hooks == (hooks := hooks_within(self.__self__)) or self._has_begun:
+                    raise
+                self._codes.clear()
+                result = self._step(known, args, kwargs)
         except PlanMismatch as error:
             if not (self._is_first_step or has_other_hooks):
                 raise
@@ -162,6 +169,10 @@ class PlannedForward(CountingForward):
                           "allocate is not in it", stacklevel=2)
         self._is_first_step, self._hooks = False, hooks
         return result
+
+    @property
+    def _has_begun(self) -> bool:
+        return any(code.has_begun for code in self._codes.values())
 
     def _step(self, known: Sequence[int], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if len(known) == 1 and self._replan is None:  # without a choice, no description is needed
@@ -213,7 +224,8 @@ class PlannedForward(CountingForward):
 
     def _code_of(self, spec: RewriteSpec) -> Code:
         traced = take_code(self.__self__)
-        if traced is not None and is_exchangeable(spec):
+        if (traced is not None and is_exchangeable(spec)
+                and bool(traced.blocks) == bool(spec.blocks)):
             with suppress(PlanMismatch):  # it is that of another plan
                 return code_of(self.__self__, spec, may_exchange=True, traced=traced)
         return code_of(self.__self__, spec)

@@ -40,7 +40,7 @@ from planner._graph_capture.joint_graph.joint import primals_of
 from planner._graph_capture.joint_graph.naming import name_modules, names_in_model
 from planner._graph_capture.joint_graph.pipeline import LoweredGraphs
 from planner._graph_capture.memory.tracker import Workspace
-from planner._graph_capture.module_forward import in_place_of_forward
+from planner._graph_capture.module_forward import hooks_within, in_place_of_forward
 from planner._graph_capture.plain_step.loss import LossFn, objective
 from planner._graph_capture.rank import Wrapper
 from planner._graph_capture.torch_compat import (
@@ -216,7 +216,7 @@ def record_step(fake_copy: FakeCopy, run_step: RunStep, workspace: Workspace,
             recording.asked.setdefault(name, "")
     if code is not None and code.is_complete(by_blocks=bool(blocks)) and (
             captures_rest if blocks else recording.uncaptured is None):
-        recording.code = code
+        recording.code, code.blocks = code, tuple(blocks)
     return recording
 
 
@@ -456,9 +456,11 @@ def record_training_step(
     def new_code() -> TracedCode | None:
         return TracedCode() if keeps_code else None
 
+    hooks = hooks_within(fake_copy.model)
     chosen = first = record(code or new_code())
     is_stable = first.is_repeatable and (
-        bool(blocks) or (bool(first.calls) and not first.has_compiled_again))
+        bool(blocks) or (bool(first.calls) and not first.has_compiled_again
+                         and hooks_within(fake_copy.model) == hooks))
     if not (is_stable or len(first.calls) == 1):
         again = record(new_code())
         if again.calls and (not first.calls or not first.is_repeatable

@@ -81,6 +81,8 @@ class TracedCode:
     def __init__(self) -> None:
         self.backend: Callable[..., Any] | None = None
         self.graphs: list[TracedGraph] = []
+        self.blocks: tuple[str, ...] = ()
+        """The blocks that are compiled one by one; empty for the whole model."""
         self._functions: dict[tuple[type, tuple[int, ...], tuple[bool, ...]],
                               Callable[..., Any]] = {}
 

@@ -110,6 +110,12 @@ def test_every_way_to_call_runs_the_plan(case, plan, by_blocks, kind, regions):
     assert planner.steps_of(applied).planned == 1
 
 
+def test_a_plan_runs_though_another_was_made_by_blocks(case):
+    plan = plan_of(case)
+    plan_of(case, regions="blocks")
+    assert measured_peak(plan.apply(case.model), case) == above_resident(plan)
+
+
 def test_what_may_not_break_says_so(case, plan):
     class Whole(Outer):  # with code of its own, which was not compiled before
         def forward(self, ids: torch.Tensor) -> torch.Tensor:

@@ -134,11 +134,11 @@ def test_hooks_that_log_values():
     check(Hooked, (torch.randn(64, 32),), 0.85)
 
 
-def mixture(kind: str) -> nn.Module:
+def mixture(kind: str, **options: Any) -> nn.Module:
     from transformers import MixtralConfig, MixtralForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     sizes = {"num_hidden_layers": 1, "hidden_size": 32, "num_attention_heads": 2,
-             "num_key_value_heads": 2, "vocab_size": 64, "use_cache": False}
+             "num_key_value_heads": 2, "vocab_size": 64, "use_cache": False, **options}
     if kind == "mixtral":
         return MixtralForCausalLM(MixtralConfig(
             intermediate_size=32, num_local_experts=4, **sizes))
@@ -152,3 +152,18 @@ def mixture(kind: str) -> nn.Module:
 def test_mixtures_of_experts_in_float32(kind):
     ids = torch.arange(4 * 32).view(4, 32) % 64
     check(lambda: mixture(kind), {"input_ids": ids, "labels": ids.clone()})
+
+
+@pytest.mark.slow
+def test_a_plan_of_a_new_model_that_registers_hooks_when_it_is_called():
+    """The hooks that collect the routers' logits, before which the graph breaks once."""
+    ids = torch.arange(4 * 32).view(4, 32) % 64
+    batch = {"input_ids": ids, "labels": ids.clone()}
+    model = mixture("mixtral", output_router_logits=True)
+    plan = planner.plan(model, batch, budget="90%")
+    planned = plan.apply(model)
+    for _ in range(2):
+        planned(**batch).loss.backward()
+    assert planner.steps_of(planned).planned == 2
+    report = planner.verify(model, plan, batch)
+    assert report.ok and report.peak_bytes == plan.peak_bytes
