@@ -376,9 +376,13 @@ def capture_step(
     try:
         baseline = tracing.plain_step(fake_loss)
         plain_rules = _rules_since(fake_copy)
-        outputs = baseline.loss.outputs if symbolic is not None else trace_loss(
-            recording.loss_fn, recording.output, recording.fake_copy,
-            costs.workspace_bytes).outputs
+        if symbolic is None:
+            loss = trace_loss(recording.loss_fn, recording.output, recording.fake_copy,
+                              costs.workspace_bytes)
+        elif forced:  # the plain step returns more
+            loss = replace(tracing, fake_copy=fake_copy).plain_step(fake_loss).loss
+        else:
+            loss = baseline.loss
         later = (None if not accumulated
                  else tracing.plain_step(fake_loss, baseline.with_gradient))
     except CaptureError:
@@ -404,7 +408,7 @@ def capture_step(
             device=fake_copy.device, uncaptured=recording.uncaptured, early=tracing.early,
             freed=recording.freed_gradients)
         if not holds_output:
-            graph = with_output_released(graph, [each.until for each in outputs])
+            graph = with_output_released(graph, [each.until for each in loss.outputs])
         check(graph)
         notes = _notes(forced, recording, costs, rules, plain_rules, tracing.early,
                        chosen_because)
@@ -455,7 +459,7 @@ def capture_step(
         compiled=None if recording.graphs is None or not is_present else CompiledTracer(
             recording.fake_copy, recording.loss_fn, costs, recording.graphs, fake_copy,
             lambda: tracing.wrapper, holds_output, capture_seconds),
-        outputs=outputs,
+        outputs=loss.outputs,
         differentiable=tuple(tensor.requires_grad for tensor in output_tensors(recording.output)),
         may_skip=bool(blocks) and may_skip,
         tracing=tracing, held_workspace_bytes=held_workspace_bytes(costs.device_model.gpu),

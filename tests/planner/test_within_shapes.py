@@ -311,3 +311,23 @@ def test_images_of_other_sizes_with_resized_places_are_captured_with_symbols():
         model(torch.randn(8, 3, size, size)).backward()
         model.zero_grad()
     assert symbolic_of(model).has_run
+
+
+@pytest.mark.slow
+def test_an_output_that_the_loop_lets_go_is_let_go_at_other_lengths_too():
+    """Also where the plain step returns more than the captured one, here its cache."""
+    transformers = pytest.importorskip("transformers")
+    net = transformers.GPT2LMHeadModel(transformers.GPT2Config(
+        vocab_size=200, n_embd=32, n_layer=1, n_head=2, n_positions=32, loss_type="ForCausalLM"))
+    planner.within(net, "80%", time_limit=1)
+    optimizer = torch.optim.SGD(net.parameters(), 1e-2)
+    for length in (24, 24, 16, 20):
+        ids = torch.randint(200, (8, length))
+        net(input_ids=ids, labels=ids).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    fixed = next(each for each in forward_override(net).graphs
+                 if not isinstance(each, SymbolicGraph))
+    symbolic = symbolic_of(net)
+    assert not fixed.plan.spec.holds_output and not symbolic.plan.spec.holds_output
+    assert symbolic.plan.baseline_peak_bytes == fixed.plan.baseline_peak_bytes
