@@ -109,6 +109,15 @@ class Timeline:
         return self.memory_bytes.index(self.peak_bytes)
 
 
+def is_legal(problem: Problem, schedule: Schedule) -> bool:
+    """True if a schedule breaks no rule."""
+    try:
+        simulate(problem, schedule)
+    except IllegalSchedule:
+        return False
+    return True
+
+
 def simulate(problem: Problem, schedule: Sequence[Action | int]) -> Simulation:
     """Return peak bytes and cost of `schedule`; raise `IllegalSchedule` if it breaks a rule."""
     timeline = unroll(problem, schedule)

@@ -179,6 +179,7 @@ class GraphPlanner:
         self._captured_with: ObservedLoss | None = None  # the loss that the step was captured with
         self._captured_without_output = False
         self.earlier = earlier
+        self._last = None if earlier is None else earlier.plan
         self._all_completed: list[_Completed] = []
         self._made: list[tuple[tuple[Known, int, str | None], PreparedStep]] = []
         self._input_bytes = sum(tensor.nbytes for tensor in output_tensors((args, kwargs)))
@@ -422,14 +423,15 @@ class GraphPlanner:
         make = self._provisional_plan if is_provisional else self._final_plan
         if self.chose_blocks:
             with suppress(InfeasibleBudget):
-                plan = make(known)
+                self._last = plan = make(known)
                 if plan.limited_bytes <= (plan.budget_bytes or math.inf):
                     return plan
             self.is_whole = True
             self._capture(model, args, kwargs, self._planning)
             if not is_provisional and self.needs_capture_for(known):
                 self.capture_again(model, args, kwargs, known)
-        return make(known)
+        self._last = plan = make(known)
+        return plan
 
     def _final_plan(self, known: Known) -> Plan:
         """The plan for a fully known step; raises `InfeasibleBudget`."""
@@ -457,7 +459,8 @@ class GraphPlanner:
             return self.leanest(known, limit_bytes)
         if (earlier := self._as_earlier(known, prepared, limit_bytes)) is not None:
             return earlier
-        plan = plan_within(prepared, limit_bytes, effort)
+        self._last = plan = plan_within(prepared, limit_bytes, effort,
+                                        warm_start=self._last_schedule(prepared))
         low_bytes = known.outside.least_pending_bytes(prepared.base.graph.gradient_bytes)
         needed_bytes = self._needed(known, prepared, plan)
         bound, best = plan.overhead_bound, None
@@ -470,7 +473,8 @@ class GraphPlanner:
         brief = replace(effort, time_limit=effort.time_limit / _TRIALS)
         for _ in range(_TRIALS):
             try:
-                found = plan_within(self._prepared(known, tried_bytes), limit_bytes, brief)
+                found = plan_within(self._prepared(known, tried_bytes), limit_bytes, brief,
+                                    warm_start=self._last_schedule(prepared))
             except InfeasibleBudget:
                 high_bytes = tried_bytes
             else:
@@ -501,6 +505,12 @@ class GraphPlanner:
             f"{format_bytes(self._needed(known, prepared, least))} is held beside this call, by "
             "other calls of the model or as gradients of the step before.")
 
+    def _last_schedule(self, prepared: PreparedStep) -> Schedule | None:
+        """The schedule of the last plan of this graph, for a search to start from."""
+        if self._last is None or prepared.base.compiled is not None:
+            return None
+        return schedule_of(prepared.variant_of(self._last.spec), self._last.spec)
+
     def _saving_less(self, known: Known, prepared: PreparedStep, plan: Plan, pending_bytes: int,
                      limit_bytes: int, effort: Effort) -> Plan:
         """A plan whose calls save so much less than those of `plan` that all of them together keep
@@ -512,8 +522,9 @@ class GraphPlanner:
         for _ in range(2):  # they keep a little more than what each saves
             saved -= -(-(self._needed(known, prepared, plan) - pending_bytes) // calls)
             room_bytes = max(known.room_bytes, net_bytes - saved)
-            plan = plan_within(self._prepared(replace(known, room_bytes=room_bytes),
-                                              pending_bytes), limit_bytes, effort)
+            plan = plan_within(
+                self._prepared(replace(known, room_bytes=room_bytes), pending_bytes), limit_bytes,
+                effort, warm_start=self._last_schedule(prepared))
             if self._needed(known, prepared, plan) <= pending_bytes:
                 break
         return plan

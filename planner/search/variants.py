@@ -14,12 +14,12 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol, TypeVar
 
 from planner.progress import Progress, active
-from planner.solvers.actions import as_order
 from planner.solvers.errors import InfeasibleBudget as Refusal
 from planner.solvers.incumbent import PROOF_TOLERANCE
 from planner.solvers.minimum import minimum_peak
 from planner.solvers.problem import Schedule
 from planner.solvers.result import Result
+from planner.solvers.simulator import is_legal
 from planner.solvers.solve import solve
 from planner.step.variant import Variant
 
@@ -82,10 +82,10 @@ def solve_variant(variant: Variant, net_bytes: int | None, effort: Effort,
     variant. `work_limit`: see `solvers.solve`.  Raises `solvers.InfeasibleBudget`."""
     if effort.is_thorough and work_limit is None:
         work_limit = math.inf
-    fits = warm_start and max(as_order(warm_start)) + 1 == len(variant.problem)
-    given = warm_start if fits else None
+    if warm_start is not None and not is_legal(variant.problem, warm_start):
+        warm_start = None  # it is that of another variant
     result = solve(variant.problem, net_bytes, solver=effort.solver, time_limit=effort.time_limit,
-                   progress=effort.progress, warm_start=given, work_limit=work_limit)
+                   progress=effort.progress, warm_start=warm_start, work_limit=work_limit)
     return replace(result, keep_all_cost=variant.base_seconds)
 
 
