@@ -24,7 +24,15 @@ from planner._graph_capture.plain_step.observed_loss import (
 )
 from planner._graph_capture.step.released_output import with_output_released
 from planner._graph_capture.torch_compat import quiet_fake_tensors, undisturbed_autograd
-from planner._graph_capture.training_graph import LOSS_BACKWARD, TrainingGraph
+from planner._graph_capture.training_graph import (
+    HELD_IN_FORWARD,
+    LOSS_BACKWARD,
+    Buffer,
+    BufferKind,
+    Phase,
+    TrainingGraph,
+    TrainingOp,
+)
 
 
 def with_optimizer(step: CapturedStep, optimizer: object) -> CapturedStep:
@@ -79,6 +87,17 @@ def with_held(step: CapturedStep, held_bytes: int, pending_bytes: int = 0) -> Ca
                                         for variant in step.variants))
 
 
+def with_held_in_forward(step: CapturedStep, held_bytes: int, loss: ObservedLoss | None
+                         ) -> CapturedStep:
+    """The step with `held_bytes` more of the caller's memory until the backward begins: gradients
+    of the step before, which are then gone.  `loss`: the one outside the model."""
+    loss_bytes = 0 if loss is None else loss.forward_peak_bytes or loss.peak_bytes
+    workspace_bytes = max(0, loss_bytes - (0 if loss is None else loss.held_bytes))
+    return step if not held_bytes else replace(step, variants=tuple(
+        replace(variant, graph=_with_held_in_forward(variant.graph, held_bytes, workspace_bytes))
+        for variant in step.variants))
+
+
 def with_earlier_gradients(step: CapturedStep) -> CapturedStep:
     """The step with a traced later micro-batch of accumulated gradients."""
     if step.later is not None:
@@ -119,3 +138,27 @@ def _with_room(graph: TrainingGraph, room_bytes: int) -> TrainingGraph:
     ops = list(graph.ops)
     ops[start] = replace(op, workspace_bytes=max(op.workspace_bytes, above_bytes))
     return replace(graph, ops=tuple(ops))
+
+
+def _with_held_in_forward(graph: TrainingGraph, held_bytes: int, workspace_bytes: int
+                          ) -> TrainingGraph:
+    """The graph between an op that makes a buffer and one, before the backward of the loss, that
+    reads it; the latter takes `workspace_bytes`."""
+    def no_op(name: str, phase: Phase, inputs: tuple[int, ...], outputs: tuple[int, ...],
+              workspace_bytes: int = 0) -> TrainingOp:
+        return TrainingOp(name=name, target="held in the forward", module="", source="",
+                          phase=phase, region=-1, inputs=inputs, outputs=outputs,
+                          workspace_bytes=workspace_bytes, pinned="no op of the model")
+
+    end = graph.index_of[LOSS_BACKWARD]
+    held = len(graph.buffers)
+    first = no_op(HELD_IN_FORWARD, Phase.FORWARD, (), (held,))
+    last = no_op("before/backward#0", Phase.LOSS, (held,), (), workspace_bytes)
+    buffers = (*(replace(buffer, producer=buffer.producer + 1 + (buffer.producer >= end))
+                 for buffer in graph.buffers), Buffer(held_bytes, 0, BufferKind.TEMPORARY))
+    return replace(
+        graph, ops=(first, *graph.ops[:end], last, *graph.ops[end:]), buffers=buffers,
+        regions=tuple(replace(
+            region, forward=range(region.forward.start + 1, region.forward.stop + 1),
+            backward=range(region.backward.start + 2, region.backward.stop + 2))
+            for region in graph.regions))

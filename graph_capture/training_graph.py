@@ -35,6 +35,10 @@ LOSS_BACKWARD = "loss/backward#0"
 """Name of the pseudo-op that starts the backward: the loss's own, and the first cotangents."""
 
 
+HELD_IN_FORWARD = "before/held in the forward#0"
+"""Name of the pseudo-op that makes what others hold until the backward begins."""
+
+
 class Phase(StrEnum):
     """The part of the step in which an op runs first."""
 

@@ -20,7 +20,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 from weakref import ref
@@ -35,6 +35,7 @@ from planner._graph_capture.capture import CapturedStep, SymbolicStep
 from planner._graph_capture.completed import (
     with_earlier_gradients,
     with_held,
+    with_held_in_forward,
     with_optimizer,
     with_output_let_go,
     with_room,
@@ -65,7 +66,7 @@ from planner._graph_capture.plain_step.observed_loss import (
     UnmeasuredLoss,
 )
 from planner._graph_capture.torch_compat import wrapping_data_parallel
-from planner._graph_capture.training_graph import ModelOutput
+from planner._graph_capture.training_graph import HELD_IN_FORWARD, ModelOutput
 from planner.api import capture_call
 from planner.arguments.budget import Budget
 from planner.arguments.inputs import describe_inputs
@@ -132,8 +133,9 @@ class _Completed:
 
     facts: tuple[Any, ...]
     step: CapturedStep
-    sizes: tuple[SymbolicSizes, ...] | None = None
-    """Of each variant, if it was captured with symbolic sizes."""
+    sizes: dict[bool, tuple[SymbolicSizes, ...]] = field(default_factory=dict)
+    """Of each variant, if it was captured with symbolic sizes; by whether something is held in the
+    forward alone."""
 
 
 class GraphPlanner:
@@ -608,9 +610,9 @@ class GraphPlanner:
         lowest peak is returned.
         """
         outside = known.outside.as_run(self.saved_bytes, self.plain_saved_bytes)
-        # What the forward meets is not searched around here.
-        known = replace(known, outside=replace(
-            outside, backward=outside.backward | outside.forward))
+        if self._planning.backend != "eager":  # what the forward meets is not searched around here
+            outside = replace(outside, backward=outside.backward | outside.forward)
+        known = replace(known, outside=outside)
         as_known = self._prepared(known)
         limit_bytes = self._limit_bytes(known, as_known)
         effort = Effort(solver=self._planning.solver,
@@ -665,6 +667,10 @@ class GraphPlanner:
         planning, parallel = self._planning, self._parallel
         completed = self._completed(known, assumed_optimizer)
         step = with_room(completed.step, known.room_bytes)
+        if planning.backend == "eager":
+            step = with_held_in_forward(
+                step, known.outside.forward_bytes(step.graph.gradient_bytes),
+                known.loss if self._captured_with is None else None)
         if known.defers_reduction and parallel is not None:
             parallel = replace(parallel, requires_gradient_sync=False)
         held_bytes = known.outside.held_bytes
@@ -678,9 +684,10 @@ class GraphPlanner:
                                known.outside.plain_net_bytes(step, pending_bytes)))
         if self._symbolic is None:
             return prepared
-        if completed.sizes is None:
-            completed.sizes = sizes_of_variants(prepared, self._symbolic)
-        return with_sizes(prepared, completed.sizes)
+        held = HELD_IN_FORWARD in prepared.base.graph.index_of
+        if held not in completed.sizes:
+            completed.sizes[held] = sizes_of_variants(prepared, self._symbolic)
+        return with_sizes(prepared, completed.sizes[held])
 
     def _completed(self, known: Known, assumed_optimizer: str | None) -> _Completed:
         """The captured step with what is known of its loss, output and optimizer, which takes

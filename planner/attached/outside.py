@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from planner._graph_capture.capture import CapturedStep
 from planner._graph_capture.plain_step.loss import Until
 from planner._graph_capture.plain_step.observed_loss import ObservedLoss
-from planner._graph_capture.training_graph import LOSS_BACKWARD, Phase
+from planner._graph_capture.training_graph import HELD_IN_FORWARD, LOSS_BACKWARD, Phase
 from planner.solvers.problem import Schedule
 from planner.solvers.simulator import unroll
 from planner.step.variant import Variant
@@ -120,10 +120,20 @@ class Outside:
         saved_bytes, ahead = _saved_and_ahead(variant, schedule, loss)
         counted_bytes = variant.graph.resident.gradients_bytes
         gradient_bytes = counted_bytes or variant.graph.gradient_bytes
+        in_forward = () if HELD_IN_FORWARD in variant.graph.index_of else self.forward
         return max(0, *(moment.held_bytes(saved_bytes, gradient_bytes) - counted_bytes
                         for moment in self.backward),
                    *(moment.held_bytes(saved_bytes, gradient_bytes) - counted_bytes - ahead
-                     for moment in self.forward))
+                     for moment in in_forward))
+
+    def forward_bytes(self, gradient_bytes: int) -> int:
+        """Bytes kept while calls run, beyond what is kept at their backwards: gradients of the step
+        before, which are gone by then.  0 where more calls of the graph are pending."""
+        if any(each.pending for each in self.forward | self.backward):
+            return 0
+        forward, backward = (max(each.held_bytes(0, gradient_bytes) for each in moments)
+                             for moments in (self.forward, self.backward))
+        return max(0, forward - backward)
 
     def least_pending_bytes(self, gradient_bytes: int) -> int:
         """Lower bound of `pending_bytes`: in a backward, for a schedule that saves nothing."""
@@ -164,7 +174,8 @@ def _saved_and_ahead(variant: Variant, schedule: Schedule, loss: ObservedLoss | 
                if graph.ops[index].phase is Phase.FORWARD), default=-1)
     begin = first[graph.index_of[LOSS_BACKWARD]]
     saved = sum(variant.problem.storages[each.storage].size_bytes
-                for each in timeline.instances if each.birth <= end < each.death)
+                for each in timeline.instances if each.birth <= end < each.death
+                and graph.ops[graph.buffers[each.storage].producer].name != HELD_IN_FORWARD)
     before = max(timeline.memory_bytes[:begin], default=0)
     if loss is not None:
         rise = 0 if loss.forward_peak_bytes is None else loss.peak_bytes - loss.forward_peak_bytes
