@@ -17,6 +17,7 @@ from torch import nn
 
 import planner
 from planner._graph_capture.memory.allocator import record_stages
+from planner._graph_capture.training_graph import HELD_IN_FORWARD
 
 STEPS = 4
 Loop = Callable[[nn.Module], Callable[[], torch.Tensor]]
@@ -138,6 +139,35 @@ def test_gradients_count_where_a_backward_begins(zero_grad):
     assert plan.baseline_peak_bytes == pytest.approx(max(peaks[1:]), rel=0.01)
     assert max(measured[2:]) <= plan.budget_bytes
     assert not net.forward.graphs[0].known.accumulates
+
+
+@pytest.mark.parametrize("loss_of", [lambda y: y.square().mean(), lambda y: F.cross_entropy(
+    y, y.detach().softmax(1))])
+def test_gradients_that_the_forward_alone_meets_are_part_of_the_step(loss_of):
+    """The plan uses its budget to the byte that is measured, though the gradients are as large as
+    half of the activations."""
+    def loop(net: nn.Module) -> Callable[[], torch.Tensor]:
+        optimizer = sgd(net)
+
+        def step() -> torch.Tensor:
+            loss = loss_of(net(torch.randn(64, 32)))
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            return loss.detach()
+
+        return step
+
+    losses, peaks = run(layers(), loop)
+    net = planner.within(layers(), "80%", time_limit=1)
+    found, measured = run(net, loop)
+    plan = planner.plan_of(net)
+    assert found == losses
+    assert plan.recompute_flops > 0
+    assert plan.baseline_peak_bytes == pytest.approx(max(peaks[1:]), rel=0.01)
+    assert max(measured[2:]) <= plan.budget_bytes
+    assert plan.peak_bytes == pytest.approx(measured[-1], rel=0.002)
+    assert any(op.name == HELD_IN_FORWARD for op in plan.spec.ops)
 
 
 def stays_plain_but_for_memory(loop: Loop, outside_bytes: int) -> tuple[planner.Plan, list[int]]:
