@@ -38,9 +38,9 @@ from planner._graph_capture.joint_graph.pipeline import (
 )
 from planner._graph_capture.joint_graph.replay import is_random
 from planner._graph_capture.joint_graph.symbolic_sizes import Sizes, Values
-from planner._graph_capture.random_state import TorchState
 from planner._graph_capture.torch_compat import (
     Branch,
+    CallState,
     OpOverload,
     PartitionFunction,
     aot_backend,
@@ -307,12 +307,14 @@ class PlanBackend(OutputWatcher):
                branches: Sequence[Branch]) -> Callable[..., Any]:
         """Code that is called in the place of a graph, compiled for good."""
         match: Match | None = None
+        captured: fx.GraphModule | None = None
         watched: Sequence[int] = ()
 
         def partition(
             joint: fx.GraphModule, joint_inputs: object, *, num_fwd_outputs: int, **_: object
         ) -> tuple[fx.GraphModule, fx.GraphModule]:
-            nonlocal match, watched
+            nonlocal match, watched, captured
+            captured = joint
             match = self._matching_region(
                 joint, num_fwd_outputs, given, self._regions, self._compiled_regions,
                 None if self._lowered is None else self._lowered.setdefault(module, {}))
@@ -337,7 +339,7 @@ class PlanBackend(OutputWatcher):
             watch(outputs, watched, self._output_is_held)
             return outputs if not elided else without_elided(outputs, elided)
 
-        return self._calling(module, run, branches)
+        return self._calling(module, run, branches, joint=captured)
 
     def _exchangeable(self, module: fx.GraphModule, inputs: Sequence[Any],
                       given: Sequence[str | None], branches: Sequence[Branch]
@@ -427,7 +429,8 @@ class PlanBackend(OutputWatcher):
         self._any_size.append(traced)
         symbols = traced.sizes.places_among(inputs)
 
-        planned = self._calling(module, self._running(compiled, traced), branches)
+        planned = self._calling(module, self._running(compiled, traced), branches,
+                                joint=traced.joint)
 
         def call(*args: Any) -> Any:
             if self.block not in traced.given:
@@ -467,7 +470,8 @@ class PlanBackend(OutputWatcher):
                 traced.schedules = self._schedules(traced)
             traced.running = traced.schedules[self.block]
 
-        planned = self._calling(traced.module, self._running(compiled, traced), branches)
+        planned = self._calling(traced.module, self._running(compiled, traced), branches,
+                                joint=traced.joint)
 
         def call(*args: Any) -> Any:
             if self.block not in traced.unlike:
@@ -484,16 +488,19 @@ class PlanBackend(OutputWatcher):
         return call
 
     def _calling(self, module: fx.GraphModule, compiled: Callable[..., Any],
-                 branches: Sequence[Branch], *, leaves_no_trace: bool = False
-                 ) -> Callable[..., Any]:
-        """Code that is called in the place of a graph, `module`; `compiled`: runs it."""
+                 branches: Sequence[Branch], *, joint: fx.GraphModule | None = None,
+                 leaves_no_trace: bool = False) -> Callable[..., Any]:
+        """Code that is called in the place of a graph, `module`; `compiled`: runs it; `joint`: its
+        joint graph, where it is one of the plan's."""
+        written = () if joint is None else _written_places(joint)
 
         def call(*args: Any) -> Any:
             check_branches(branches, args)
             self.has_run = True
             self.has_begun |= not leaves_no_trace
             # Such gradients are computed again of the graph as it is written.
-            state = TorchState(args) if self.fallback and self._lacks_gradients else None
+            state = (CallState(args, written) if self.fallback and self._lacks_gradients
+                     else None)
             outputs = compiled(*args)
             pass_absent_gradients(outputs)
             differentiate_again(outputs, args, module, self.tell_of_double_backward,
@@ -620,6 +627,13 @@ def refuse_double_backward() -> None:
         "random numbers or updates what it reads. Make such a loss of the model as it is written: "
         "type(model).forward(model, ...) calls it without its plan; or plan only parts of the "
         "model that are differentiated once")
+
+
+def _written_places(joint: fx.GraphModule) -> tuple[int, ...]:
+    """Positions, among a captured graph's inputs, of those that it writes."""
+    sources = primal_sources(primals_of(joint))
+    written = mutated_inputs(joint.graph.output_node()).values()
+    return tuple(dict.fromkeys(sources[index].position for index in written))
 
 
 def _leaves_no_trace(graph: fx.Graph) -> bool:

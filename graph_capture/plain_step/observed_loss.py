@@ -58,8 +58,10 @@ class StepWatch(MemoryTracker):
     """
 
     def __init__(self, device: torch.device, held: Iterable[torch.Tensor],
-                 earlier: StepWatch | None = None) -> None:
-        """`held`: tensors that are there now; `earlier`: a watch that knows of others."""
+                 earlier: StepWatch | None = None, *,
+                 existed: Callable[[torch.UntypedStorage], bool] = lambda storage: False) -> None:
+        """`held`: tensors that are there now; `earlier`: a watch that knows of others.  Those that
+        `existed` before the loop, such as the batches of a list, count while they are used."""
         super().__init__(lambda *_: 0, device=device, trace_device=device, resident=())
         self.phase = ""
         """The current phase of the step, in words."""
@@ -68,17 +70,20 @@ class StepWatch(MemoryTracker):
         self.op_count = 0
         """Ops seen."""
         self.device = device
+        self._met = set[int]()  # keys of the storages that this step has used
         for tensor in held:
             self._meet(tensor)
         if earlier is not None:
-            self._follow_all(earlier)
+            self._follow_all(earlier, existed)
         self.begin_bytes = self.live_bytes
         """Memory when the watch began."""
 
-    def _follow_all(self, earlier: StepWatch) -> None:
+    def _follow_all(self, earlier: StepWatch, existed: Callable[[torch.UntypedStorage], bool]
+                    ) -> None:
         for key, number in earlier._number_of.items():
             storage = earlier._references[number]()
-            if storage is not None and key not in self._number_of:
+            if storage is not None and key not in self._number_of and (
+                    key in earlier._met or not existed(storage)):
                 self._follow_storage(key, storage)
 
     def bytes_beside(self, tensors: Iterable[torch.Tensor]) -> int:
@@ -114,10 +119,11 @@ class StepWatch(MemoryTracker):
         if isinstance(value, torch.Tensor):
             # A sparse tensor has no storage; its indices and values were met when they were made.
             if (type(value) in _PLAIN and value.device.type == self.device.type
-                    and value.layout is torch.strided
-                    and storage_key(value) not in self._number_of
-                    and not is_storage_less(value)):
-                self._follow(value)
+                    and value.layout is torch.strided):
+                key = storage_key(value)
+                self._met.add(key)
+                if key not in self._number_of and not is_storage_less(value):
+                    self._follow(value)
         elif isinstance(value, tuple | list):
             for each in value:
                 self._meet(each)

@@ -15,11 +15,24 @@ from planner._graph_capture.torch_compat.compilation import region_nodes
 from planner._graph_capture.torch_compat.symbols import backward_keeps_graph
 
 _Gradients = Sequence[torch.Tensor | None]
+_MOST_COPIED_BYTES = 2 ** 24
+
+
+class CallState:
+    """What a region reads and may change, as its call begins."""
+
+    def __init__(self, inputs: Sequence[Any], written: Sequence[int]) -> None:
+        """`written`: places of the inputs, such as buffers, that the region writes."""
+        self.torch = TorchState(inputs)
+        are_small = sum(inputs[place].nbytes for place in written) <= _MOST_COPIED_BYTES
+        self.written = {place: inputs[place].detach().clone() if are_small else None
+                        for place in written}
+        """Copies by place; `None`: they are too large."""
 
 
 def differentiate_again(outputs: Sequence[Any], inputs: Sequence[Any], run: Callable[..., Any],
                         tell: Callable[[], object], refuse: Callable[[], object], *,
-                        state: TorchState | None = None, holds_inputs: bool = False,
+                        state: CallState | None = None, holds_inputs: bool = False,
                         unplanned: Callable[[], Exception | None] = lambda: None) -> None:
     """Allow gradients through the compiled region behind `outputs` to be differentiated again.
 
@@ -35,6 +48,9 @@ def differentiate_again(outputs: Sequence[Any], inputs: Sequence[Any], run: Call
     # Hooks must not keep alive what the plan lets go of.
     given = [_while_alive(each) if isinstance(each, torch.Tensor) and not holds_inputs
              else lambda value=each: value for each in inputs]
+    if state is not None:
+        for place, before in state.written.items():
+            given[place] = lambda value=before: value
     regions = [*dict.fromkeys(region_nodes(outputs))]
     to_come = len(regions)
     for region in regions:
@@ -113,14 +129,14 @@ def _places(node: Any, outputs: Sequence[Any]) -> list[tuple[int, bool, int]]:
 
 def _gradients(run: Callable[..., Any], given: Sequence[Callable[[], Any]],
                places: Sequence[tuple[int, bool, int]], cotangents: _Gradients,
-               state: TorchState | None, *, create_graph: bool) -> dict[Any, torch.Tensor]:
+               state: CallState | None, *, create_graph: bool) -> dict[Any, torch.Tensor]:
     """The gradients of `run` by the edge where they go; none if they cannot be computed."""
     inputs = [get() for get in given]
     numbers = {number for number, each in enumerate(cotangents) if each is not None}
     wanted = [each for each in inputs if isinstance(each, torch.Tensor) and each.requires_grad]
     if any(each is None for each in inputs) or not numbers <= {number for _, _, number in places}:
         return {}
-    with torch.enable_grad(), (state or TorchState(wanted)).again():
+    with torch.enable_grad(), (TorchState(wanted) if state is None else state.torch).again():
         # One input may have been made of another: gradients end at these, before they meet.
         own = {id(each): each.view_as(each) for each in wanted}
         outputs = run(*(  # updates of buffers are made to copies

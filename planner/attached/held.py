@@ -104,6 +104,10 @@ class LoopMemory:
                                             if storage_key(tensor) not in counted))
         return found_bytes - pending_bytes
 
+    def existed(self, storage: torch.UntypedStorage) -> bool:
+        """True if a storage was there before."""
+        return storage in self._before
+
     def made(self) -> Iterator[torch.Tensor]:
         """Every tensor that Python knows, but for those from before."""
         return (tensor for tensor in _alive() if tensor.untyped_storage() not in self._before)

@@ -132,15 +132,16 @@ _undecided: list[_Undecided] = []
 
 
 def begin_measuring(device: torch.device, held: Callable[[], Iterable[torch.Tensor]], *,
-                    is_complete: bool) -> None:
+                    is_complete: bool, existed: Callable[[torch.UntypedStorage], bool]) -> None:
     """Measure from here on, unless that is done already.  `held`: the tensors that the loop holds;
-    `is_complete`: all of them, else those of the step that was watched last are added."""
+    `is_complete`: all of them, else those of the step that was watched last are added, but for what
+    `existed` before the loop and that step did not use."""
     if _under_way:
         return
     found = Measurement(device)
     if device.type != "cuda":
         earlier = next((watch for watch in _last_watch if watch.device == device), None)
-        found.watch = StepWatch(device, held(), None if is_complete else earlier)
+        found.watch = StepWatch(device, held(), None if is_complete else earlier, existed=existed)
         if not found.watch.begin():
             return
         _last_watch[:] = [found.watch]

@@ -202,6 +202,19 @@ def test_what_the_loop_holds_beside_the_model_counts():
     assert plan.peak_bytes == pytest.approx(measured[-1], rel=0.01)
 
 
+def test_batches_from_before_count_while_they_are_used():
+    batches = [(torch.randn(256, 32), torch.randn(256, 32)) for _ in range(14)]
+    net = planner.within(layers(), "80%", time_limit=1)
+    optimizer, seen = sgd(net), []
+    for inputs, targets in batches:
+        optimizer.zero_grad()
+        F.l1_loss(net(inputs), targets).backward()
+        optimizer.step()
+        status = planner.status(net)
+        seen.append((status.plans, status.budget_bytes))
+    assert len({*seen[5:]}) == 1
+
+
 def test_batches_that_stay_alive_count():
     def loop(net: nn.Module) -> Callable[[], torch.Tensor]:
         optimizer, batches = sgd(net), [torch.randn(256, 32) for _ in range(STEPS)]

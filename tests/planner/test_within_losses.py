@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -112,3 +114,40 @@ def test_what_kernels_of_the_loss_take_for_themselves(loss_of, share):
     train(budgeted, budget)
     assert max(budgeted.peaks) + x.nbytes <= budget
     assert budgeted.losses == plain.losses
+
+
+class Centred(nn.Module):
+    """Updates a buffer and reads it, and returns its loss beside its features."""
+
+    def __init__(self, is_normed: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, second = nn.Linear(32, 64), nn.Linear(64, 64)
+        self.second = nn.utils.spectral_norm(second) if is_normed else second
+        self.register_buffer("centre", torch.zeros(64))
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        features = torch.tanh(self.second(torch.tanh(self.first(x))))
+        with torch.no_grad():
+            self.centre.mul_(0.9).add_(features.mean(0), alpha=0.1)
+        return {"loss": (features - self.centre).pow(4).mean(), "features": features}
+
+
+@pytest.mark.parametrize("is_normed", [False, True])
+def test_a_term_that_comes_later_is_of_the_buffers_as_the_forward_found_them(is_normed):
+    """A gradient through an output that the plan took for one without."""
+    plain = Centred(is_normed)
+    net = planner.within(copy.deepcopy(plain), "95%", time_limit=1)
+    for step in range(4):
+        x = torch.randn(256, 32)
+        for each in (plain, net):
+            output = each(x)
+            loss = output["loss"]
+            if step > 1:
+                loss = loss + output["features"].square().mean()
+            each.zero_grad()
+            loss.backward()
+        for mine, theirs in zip(net.parameters(), plain.parameters(), strict=True):
+            assert torch.equal(mine.grad, theirs.grad)
+        for mine, theirs in zip(net.buffers(), plain.buffers(), strict=True):
+            assert torch.equal(mine, theirs)
