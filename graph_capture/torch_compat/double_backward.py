@@ -15,7 +15,7 @@ from planner._graph_capture.torch_compat.compilation import region_nodes
 from planner._graph_capture.torch_compat.symbols import backward_keeps_graph
 
 _Gradients = Sequence[torch.Tensor | None]
-_MOST_COPIED_BYTES = 2 ** 24
+_MOST_COPIED_BYTES = 2 ** 20
 
 
 class CallState:
