@@ -146,14 +146,15 @@ def _with_held_in_forward(graph: TrainingGraph, held_bytes: int, workspace_bytes
     reads it; the latter takes `workspace_bytes`."""
     def no_op(name: str, phase: Phase, inputs: tuple[int, ...], outputs: tuple[int, ...],
               workspace_bytes: int = 0) -> TrainingOp:
-        return TrainingOp(name=name, target="held in the forward", module="", source="",
+        return TrainingOp(name=name, target="gradients of the step before", module="", source="",
                           phase=phase, region=-1, inputs=inputs, outputs=outputs,
                           workspace_bytes=workspace_bytes, pinned="no op of the model")
 
     end = graph.index_of[LOSS_BACKWARD]
     held = len(graph.buffers)
     first = no_op(HELD_IN_FORWARD, Phase.FORWARD, (), (held,))
-    last = no_op("before/backward#0", Phase.LOSS, (held,), (), workspace_bytes)
+    last = no_op("loss/with the gradients of the step before#0", Phase.LOSS, (held,), (),
+                 workspace_bytes)
     buffers = (*(replace(buffer, producer=buffer.producer + 1 + (buffer.producer >= end))
                  for buffer in graph.buffers), Buffer(held_bytes, 0, BufferKind.TEMPORARY))
     return replace(

@@ -35,8 +35,8 @@ LOSS_BACKWARD = "loss/backward#0"
 """Name of the pseudo-op that starts the backward: the loss's own, and the first cotangents."""
 
 
-HELD_IN_FORWARD = "before/held in the forward#0"
-"""Name of the pseudo-op that makes what others hold until the backward begins."""
+HELD_IN_FORWARD = "/gradients of the step before#0"
+"""Name of the pseudo-op that makes what the loop holds until the backward begins."""
 
 
 class Phase(StrEnum):
