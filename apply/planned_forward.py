@@ -155,7 +155,8 @@ class PlannedForward(CountingForward):
                 result = self._step(known, args, kwargs)
             except PlanMismatch:
                 # A model may register hooks in its first call; the plan is for later ones.
-                if hooks == (hooks := hooks_within(self.__self__)) or self._has_begun:
+                before, hooks = hooks, hooks_within(self.__self__)
+                if hooks == before or self._has_begun:
                     raise
                 self._codes.clear()
                 result = self._step(known, args, kwargs)

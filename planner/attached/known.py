@@ -509,7 +509,8 @@ class GraphPlanner:
 
     def _last_schedule(self, prepared: PreparedStep) -> Schedule | None:
         """The schedule of the last plan of this graph, for a search to start from."""
-        if self._last is None or prepared.base.compiled is not None:
+        if self._last is None or prepared.base.compiled is not None or (
+                not _describes(self._last, prepared)):
             return None
         return schedule_of(prepared.variant_of(self._last.spec), self._last.spec)
 
@@ -536,7 +537,8 @@ class GraphPlanner:
         """The plan with the schedule of other sizes, or of a step of which less was known, if that
         leaves hardly more of the budget unused than its search did, or hardly any: another search
         would gain little."""
-        if self.earlier is None or limit_bytes is None:
+        if self.earlier is None or limit_bytes is None or (
+                not _describes(self.earlier.plan, prepared)):
             return None
         plan = self.earlier.plan
         found = self._accounted(known, plan, self._needed(known, prepared, plan), 0.0, limit_bytes)
@@ -718,6 +720,14 @@ class GraphPlanner:
             alive = tuple(found for each in known.optimizers or () if (found := each()) is not None)
             step = with_optimizer(step, assumed_optimizer or alive or None)
         return with_earlier_gradients(step) if known.accumulates else step
+
+
+def _describes(plan: Plan, prepared: PreparedStep) -> bool:
+    """True if the step has each op before which the plan recomputes: ops that stand for the loop's
+    memory come and go with what is known of it."""
+    names = prepared.variant_of(plan.spec).graph.index_of
+    return all(insertion.before in names
+               for region in plan.spec.regions for insertion in region.insertions)
 
 
 def _smaller(loss: ObservedLoss, by_bytes: int) -> ObservedLoss | None:
