@@ -19,7 +19,7 @@ _MOST_COPIED_BYTES = 2 ** 20
 
 
 class CallState:
-    """What a region reads and may change, as its call begins."""
+    """State that a region reads and may change, as it is when the call begins."""
 
     def __init__(self, inputs: Sequence[Any], written: Sequence[int]) -> None:
         """`written`: places of the inputs, such as buffers, that the region writes."""
