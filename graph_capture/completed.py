@@ -31,7 +31,7 @@ from planner._graph_capture.training_graph import (
     BufferKind,
     Phase,
     TrainingGraph,
-    TrainingOp,
+    pseudo_op,
 )
 
 
@@ -91,8 +91,8 @@ def with_held_in_forward(step: CapturedStep, held_bytes: int, loss: ObservedLoss
                          ) -> CapturedStep:
     """The step with `held_bytes` more of the caller's memory until the backward begins: gradients
     of the step before, which are then gone.  `loss`: the one outside the model."""
-    loss_bytes = 0 if loss is None else loss.forward_peak_bytes or loss.peak_bytes
-    workspace_bytes = max(0, loss_bytes - (0 if loss is None else loss.held_bytes))
+    workspace_bytes = 0 if loss is None else max(
+        0, (loss.forward_peak_bytes or loss.peak_bytes) - loss.held_bytes)
     return step if not held_bytes else replace(step, variants=tuple(
         replace(variant, graph=_with_held_in_forward(variant.graph, held_bytes, workspace_bytes))
         for variant in step.variants))
@@ -144,17 +144,11 @@ def _with_held_in_forward(graph: TrainingGraph, held_bytes: int, workspace_bytes
                           ) -> TrainingGraph:
     """The graph between an op that makes a buffer and one, before the backward of the loss, that
     reads it; the latter takes `workspace_bytes`."""
-    def no_op(name: str, phase: Phase, inputs: tuple[int, ...], outputs: tuple[int, ...],
-              workspace_bytes: int = 0) -> TrainingOp:
-        return TrainingOp(name=name, target="gradients of the step before", module="", source="",
-                          phase=phase, region=-1, inputs=inputs, outputs=outputs,
-                          workspace_bytes=workspace_bytes, pinned="no op of the model")
-
     end = graph.index_of[LOSS_BACKWARD]
     held = len(graph.buffers)
-    first = no_op(HELD_IN_FORWARD, Phase.FORWARD, (), (held,))
-    last = no_op("loss/with the gradients of the step before#0", Phase.LOSS, (held,), (),
-                 workspace_bytes)
+    first = pseudo_op(HELD_IN_FORWARD, Phase.FORWARD, -1, (), (held,))
+    last = pseudo_op("loss/with the gradients of the step before#0", Phase.LOSS, -1, (held,), (),
+                     workspace_bytes)
     buffers = (*(replace(buffer, producer=buffer.producer + 1 + (buffer.producer >= end))
                  for buffer in graph.buffers), Buffer(held_bytes, 0, BufferKind.TEMPORARY))
     return replace(

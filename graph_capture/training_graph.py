@@ -120,6 +120,15 @@ class TrainingOp:
     """Dtype, shape and strides of its result, for people."""
 
 
+def pseudo_op(name: str, phase: Phase, region: int, inputs: tuple[int, ...],
+              outputs: tuple[int, ...], workspace_bytes: int = 0) -> TrainingOp:
+    """An op that stands for memory of other code than the model's ops; its name says which."""
+    target = name.partition("/")[2].partition("#")[0]
+    return TrainingOp(
+        name=name, target=target, module="", source="", phase=phase, region=region, inputs=inputs,
+        outputs=outputs, workspace_bytes=workspace_bytes, pinned="no op of the model")
+
+
 @dataclass(frozen=True, slots=True)
 class RegionSignature:
     """A region's structure without its sizes, and its sizes.

@@ -36,6 +36,7 @@ from planner._graph_capture.training_graph import (
     ResidentMemory,
     TrainingGraph,
     TrainingOp,
+    pseudo_op,
 )
 
 SCALAR_BYTES = 4
@@ -456,11 +457,7 @@ class _Assembly:
 
     def _pseudo_op(self, name: str, phase: Phase, region: int, inputs: tuple[int, ...],
                    outputs: tuple[int, ...], workspace_bytes: int = 0) -> None:
-        target = name.partition("/")[2].partition("#")[0]
-        self.ops.append(TrainingOp(
-            name=name, target=target, module="", source="", phase=phase, region=region,
-            inputs=inputs, outputs=outputs, workspace_bytes=workspace_bytes,
-            pinned="no op of the model"))
+        self.ops.append(pseudo_op(name, phase, region, inputs, outputs, workspace_bytes))
 
 
 def _same_layout(gradient: torch.Tensor, parameter: torch.Tensor) -> bool:

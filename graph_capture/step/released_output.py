@@ -19,7 +19,7 @@ from planner._graph_capture.training_graph import (
     Phase,
     Region,
     TrainingGraph,
-    TrainingOp,
+    pseudo_op,
 )
 
 OUTPUT_RELEASED = "loss/output released#0"
@@ -39,9 +39,8 @@ def with_output_released(graph: TrainingGraph, lives: Sequence[Until]) -> Traini
         return graph
     start = graph.index_of[LOSS_BACKWARD]
     going = tuple(each.buffer for each in released)
-    ops = [*graph.ops[:start], TrainingOp(
-        name=OUTPUT_RELEASED, target="output released", module="", source="", phase=Phase.LOSS,
-        region=-1, inputs=going, outputs=(), pinned="no op of the model"), *graph.ops[start:]]
+    ops = [*graph.ops[:start], pseudo_op(OUTPUT_RELEASED, Phase.LOSS, -1, going, ()),
+           *graph.ops[start:]]
     # The backward of the loss ends at the last op before the model's own backward.
     last = min(region.backward.start for region in graph.regions)
     needed = [each.buffer for each in released if until[each] is Until.LOSS_BACKWARD]
