@@ -29,6 +29,8 @@ from planner.solvers.task import Proposal, Task
 
 WORK, WORK_PER_OP = 4.0, 5e-4
 """Work (see `solvers.milp.MilpResult`) of the whole search."""
+WORK_OF_GAP = 100.0
+"""Additional work of a default search, times the gap that the first turns leave."""
 PATIENCE = 0.35
 """The search ends after this fraction of its work without a gain of `WORTH`."""
 WORTH = 1e-3
@@ -56,12 +58,14 @@ def auto(task: Task) -> Proposal:
     """Return the best result of all stages within the work and the time."""
     incumbent = Incumbent(task)
     goes_on = task.work_limit not in (None, math.inf) and incumbent.fits
+    is_usual = task.work_limit is None
     work_limit = usual_work(task.problem) if task.work_limit is None else task.work_limit
     try:
         if not incumbent.start() and work_limit < math.inf:
             incumbent.raise_bound(one_cut_bound(task))
         elif not incumbent.proven and working_set_floor(task.problem) <= task.budget_bytes:
-            _search(replace(task, work_limit=work_limit), incumbent, goes_on)
+            _search(replace(task, work_limit=work_limit), incumbent, goes_on=goes_on,
+                    gap_counts=is_usual)
     except KeyboardInterrupt:
         if not incumbent.fits:
             raise
@@ -69,7 +73,7 @@ def auto(task: Task) -> Proposal:
     return incumbent.proposal()
 
 
-def _search(task: Task, incumbent: Incumbent, goes_on: bool) -> None:
+def _search(task: Task, incumbent: Incumbent, *, goes_on: bool, gap_counts: bool) -> None:
     """Take turns of the MILP and of local search, balanced by work."""
     assert task.work_limit is not None
     is_timed = task.work_limit == math.inf
@@ -77,14 +81,14 @@ def _search(task: Task, incumbent: Incumbent, goes_on: bool) -> None:
     search = CutSearch(task, incumbent)
     turn, moves, fruitless_work, local_work = 0, FIRST_TURN_MOVES, 0.0, 0.0
     owed = 0.0  # work of local search that the MILP has to match before it goes on
-    level, gained_at = incumbent.cost, 0.0
+    level, gained_at = incumbent.gap, 0.0
     while not incumbent.proven and task.seconds_left > 0:
         work = search.work + local_work
         spent = 1 - task.seconds_left / whole if is_timed else work / whole
         if spent >= 1 or incumbent.gap < GOOD_ENOUGH * min(1.0, 2 * spent) ** 3:
             break
-        if incumbent.cost < level - WORTH * task.problem.keep_all_cost:
-            level, gained_at = incumbent.cost, work
+        if incumbent.gap < level - WORTH:
+            level, gained_at = incumbent.gap, work
         if not is_timed and turn > FIRST_TURNS and work - gained_at > PATIENCE * whole:
             break
         if search.settled and fruitless_work > PATIENCE_OF_SETTLED * whole:
@@ -99,6 +103,9 @@ def _search(task: Task, incumbent: Incumbent, goes_on: bool) -> None:
             search.turn()
             if turn == FIRST_TURNS and not goes_on:
                 _offer_simple_stages(task, incumbent)
+            if turn == FIRST_TURNS and gap_counts and incumbent.fits:
+                whole += WORK_OF_GAP * incumbent.gap
+                search.work_limit = whole
             continue
         before = incumbent.cost
         incumbent.offer(improve(

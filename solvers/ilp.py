@@ -24,9 +24,9 @@ from planner.solvers.schedule_from_cuts import next_cuts, schedule_from_cuts
 from planner.solvers.simulator import unroll
 from planner.solvers.task import Proposal, Task
 
-COARSE_GAP = 2e-4
-"""Models with cuts are solved to within this fraction of the keep-all cost, and to the end only if
-that could close the proof."""
+COARSE_GAP, SHARE_OF_GAP = 2e-4, 0.2
+"""Models with cuts are solved to within this fraction of the keep-all cost or, if that is more, this
+share of the incumbent's gap; and to the end only if that could close the proof."""
 FIRST_NODES = 20
 """Nodes of the first search for one model; doubled if they do not suffice.  Nodes measure work,
 since with time the result would depend on the load of the machine."""
@@ -71,6 +71,8 @@ class CutSearch:
         """Solve with one cut, at the peak of the keep-all order."""
         problem = task.problem
         self._task, self._incumbent = task, incumbent
+        self.work_limit = math.inf if task.work_limit is None else task.work_limit
+        """Work of all turns after which the search is to end."""
         pivot = unroll(problem, problem.keep_all_schedule).peak_position
         self._runs = runs_of(problem)
         self._cuts: tuple[int, ...] = (pivot,)
@@ -97,8 +99,7 @@ class CutSearch:
     @property
     def _work_for_model(self) -> float:
         """Work that the next model may use."""
-        limit = self._task.work_limit
-        return math.inf if limit is None else SHARE_OF_MODEL * max(0.0, limit - self.work)
+        return SHARE_OF_MODEL * max(0.0, self.work_limit - self.work)
 
     def turn(self) -> None:
         """Choose among candidates, or solve with further cuts."""
@@ -132,7 +133,8 @@ class CutSearch:
         """Solve the model of the current cuts."""
         task, incumbent = self._task, self._incumbent
         model = CutModel(task.problem, task.budget_bytes, self._cuts, runs=self._runs)
-        for gap in (COARSE_GAP * task.problem.keep_all_cost, 0.0):
+        coarse = max(COARSE_GAP, SHARE_OF_GAP * incumbent.gap if incumbent.fits else 0.0)
+        for gap in (coarse * task.problem.keep_all_cost, 0.0):
             solution = model.solve(
                 task.seconds_left, seed=task.seed, gap=gap, nodes=CUT_NODES * self._cut_nodes,
                 work=self._work_for_model)
