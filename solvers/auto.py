@@ -36,7 +36,7 @@ PATIENCE = 0.35
 WORTH = 1e-3
 """Smallest gain, as a fraction of the keep-all cost, that justifies more work."""
 PATIENCE_OF_SETTLED = 0.15
-"""Like `PATIENCE`, once the MILP is settled."""
+"""Like `PATIENCE`, once the MILP is settled; of the work without that of the gap."""
 LOCAL_SHARE = 0.5
 """Work of local search relative to the MILP; less if it finds nothing."""
 FIRST_TURN_MOVES = 6_000
@@ -78,6 +78,7 @@ def _search(task: Task, incumbent: Incumbent, *, goes_on: bool, gap_counts: bool
     assert task.work_limit is not None
     is_timed = task.work_limit == math.inf
     whole = task.seconds_left if is_timed else task.work_limit
+    patience_of_settled = PATIENCE_OF_SETTLED * whole
     search = CutSearch(task, incumbent)
     turn, moves, fruitless_work, local_work = 0, FIRST_TURN_MOVES, 0.0, 0.0
     owed = 0.0  # work of local search that the MILP has to match before it goes on
@@ -91,7 +92,7 @@ def _search(task: Task, incumbent: Incumbent, *, goes_on: bool, gap_counts: bool
             level, gained_at = incumbent.gap, work
         if not is_timed and turn > FIRST_TURNS and work - gained_at > PATIENCE * whole:
             break
-        if search.settled and fruitless_work > PATIENCE_OF_SETTLED * whole:
+        if search.settled and fruitless_work > patience_of_settled:
             break
         turn += 1
         if not incumbent.fits and (search.settled or turn > TURNS_TO_FIT):

@@ -79,7 +79,7 @@ class CutSearch:
         self._moments = frozenset({(pivot, pivot)})
         self._relaxed = problem.keep_all_schedule
         self._cut_nodes = self._candidate_nodes = FIRST_NODES
-        self._cut_work = self._candidate_work = 0.0
+        self._cut_work = self._candidate_work = self._last_cut_work = 0.0
         self._cuts_solved = self._cuts_settled = self._candidates_settled = False
         self._cut()
         region = region_after(problem, pivot)
@@ -111,7 +111,11 @@ class CutSearch:
 
     def _cut_again(self) -> None:
         """Solve the last model with more nodes if it was not solved, else one with a further cut.
-        If there is no cut to add, distinguish all ops, which may raise the bound."""
+        If there is no cut to add, distinguish all ops, which may raise the bound.  No model is
+        begun if the last one took more work than is left."""
+        if self._last_cut_work > self.work_limit - self.work:
+            self._cuts_settled = True
+            return
         if not self._cuts_solved:
             self._cut_nodes *= 2
         elif not self._add_cuts():
@@ -134,6 +138,7 @@ class CutSearch:
         task, incumbent = self._task, self._incumbent
         model = CutModel(task.problem, task.budget_bytes, self._cuts, runs=self._runs)
         coarse = max(COARSE_GAP, SHARE_OF_GAP * incumbent.gap if incumbent.fits else 0.0)
+        before = self._cut_work
         for gap in (coarse * task.problem.keep_all_cost, 0.0):
             solution = model.solve(
                 task.seconds_left, seed=task.seed, gap=gap, nodes=CUT_NODES * self._cut_nodes,
@@ -152,6 +157,7 @@ class CutSearch:
             proof_in_reach = incumbent.cost - incumbent.lower_bound <= 2 * gap
             if incumbent.proven or not (incumbent.fits and proof_in_reach):
                 break
+        self._last_cut_work = self._cut_work - before
         incumbent.report(f"{len(self._cuts)} cuts" if len(self._cuts) > 1 else "one cut")
 
     def _choose_candidates(self) -> None:
@@ -170,8 +176,9 @@ class CutSearch:
             if answer.schedule is not None:
                 incumbent.offer(answer.schedule)
             incumbent.report("candidates" if len(offers) == 1 else "candidates of blocks")
-            if incumbent.gap <= COARSE_GAP or (len(offers) == 1 and incumbent.fits
-                                               and self._candidate_work > self._cut_work):
+            if incumbent.gap <= COARSE_GAP or (
+                    len(offers) == 1 and incumbent.fits and not self._cuts_settled
+                    and self._candidate_work > self._cut_work):
                 break
         if answer.settled:
             self._candidates_settled = len(offers) > 1 and before == incumbent.schedule
