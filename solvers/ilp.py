@@ -25,8 +25,8 @@ from planner.solvers.simulator import unroll
 from planner.solvers.task import Proposal, Task
 
 COARSE_GAP, SHARE_OF_GAP = 2e-4, 0.2
-"""Models with cuts are solved to within this fraction of the keep-all cost or, if that is more, this
-share of the incumbent's gap; and to the end only if that could close the proof."""
+"""Models with cuts are solved to within this fraction of the keep-all cost or, if that is more,
+this share of the incumbent's gap; and to the end only if that could close the proof."""
 FIRST_NODES = 20
 """Nodes of the first search for one model; doubled if they do not suffice.  Nodes measure work,
 since with time the result would depend on the load of the machine."""

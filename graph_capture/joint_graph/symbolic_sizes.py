@@ -7,14 +7,20 @@ freed, and so that any size is a number as soon as the symbols have values.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import fx
 
-from planner._graph_capture.torch_compat import expression_of, function_of, pytree, size_now
+from planner._graph_capture.torch_compat import (
+    expression_of,
+    function_of,
+    places_in_storage,
+    pytree,
+    size_now,
+)
 
 Values = tuple[int, ...]
 """Of the symbols of a graph, in the order of its inputs."""
@@ -27,6 +33,9 @@ class Sizes:
     symbols: tuple[Any, ...]
     now: Values = ()
     """The symbols' values in the call that the graph was compiled for."""
+    places: Mapping[Any, Any] = field(default_factory=dict)
+    """Other inputs of the graph, which only say where tensors lie in their storages, as expressions
+    in the symbols (`places_in_storage`): the code takes them as they come, the accounting so."""
     _functions: dict[Any, Callable[..., int]] = field(default_factory=dict)
 
     @classmethod
@@ -34,20 +43,28 @@ class Sizes:
         """Those that a joint graph has as inputs."""
         found = {expression_of(value): size_now(value) for node in primals
                  if isinstance(value := node.meta.get("val"), torch.SymInt)}
+        places = places_in_storage([value for node in primals if isinstance(
+            value := node.meta.get("val"), torch.Tensor)])
         # One that torch has fixed meanwhile is a number.
-        found = {symbol: value for symbol, value in found.items() if symbol.free_symbols}
-        return cls(tuple(found), tuple(found.values()))
+        symbols = {symbol: value for symbol, value in found.items()
+                   if symbol.free_symbols and symbol not in places}
+        return cls(tuple(symbols), tuple(symbols.values()),
+                   {symbol: place for symbol, place in places.items() if symbol in found})
 
     def function(self, size: Any) -> Callable[..., int]:
-        """A size as a function of the symbols' values."""
+        """A size as a function of the inputs that `givers` names."""
         expression = expression_of(size)
         if expression not in self._functions:
-            self._functions[expression] = function_of(expression, self.symbols)
+            self._functions[expression] = function_of(expression, (*self.symbols, *self.places))
         return self._functions[expression]
 
     def number(self, size: Any, values: Values) -> int:
         """A size where the symbols have these values."""
-        return int(self.function(size)(*values)) if isinstance(size, torch.SymInt) else size
+        if not isinstance(size, torch.SymInt):
+            return size
+        unused = [0] * len(self.places)
+        placed = [self.function(place)(*values, *unused) for place in self.places.values()]
+        return int(self.function(size)(*values, *placed))
 
     def at(self, value: object, values: Values, mode: Any) -> Any:
         """The traced value of a node with numbers for sizes; tensors are fakes of `mode`."""
@@ -68,19 +85,19 @@ class Sizes:
         return tuple(map(found.index, self.symbols))
 
     def givers(self, graph: fx.Graph) -> tuple[fx.Node, ...]:
-        """The input of a graph that is each symbol."""
+        """The input of a graph that is each symbol, and then each of the places."""
         found: dict[Any, fx.Node] = {}
         for node in graph.find_nodes(op="placeholder"):
             if isinstance(node.meta.get("val"), torch.SymInt):
                 found.setdefault(expression_of(node.meta["val"]), node)
-        return tuple(found[symbol] for symbol in self.symbols)
+        return tuple(found[symbol] for symbol in (*self.symbols, *self.places))
 
     def settle(self, graph: fx.Graph) -> None:
         """Compute each symbolic number among a graph's arguments from its inputs."""
         if not self.symbols:
             return
         operands = self.givers(graph)
-        givers = dict(zip(self.symbols, operands, strict=True))
+        givers = dict(zip((*self.symbols, *self.places), operands, strict=True))
         after = graph.find_nodes(op="placeholder")[-1]
         made: dict[Any, fx.Node] = {}
 

@@ -10,6 +10,8 @@ Blind spots: sizes that depend on the values of tensors; variants in chunks.
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
@@ -116,7 +118,8 @@ class SymbolicRegion:
     def serves(self, values: Values) -> bool:
         """True if the graph is that of calls where the symbols have these values."""
         symbol = self.variants[False].joint.primals[self.symbol_places[0]].meta["val"]
-        return guards_hold(symbol, dict(zip(self.sizes.symbols, values, strict=True)))
+        return guards_hold(symbol, dict(zip(self.sizes.symbols, values, strict=True)),
+                           self.sizes.places)
 
     def text(self, size: Any) -> str:
         """A size in terms of the named ones."""
@@ -135,7 +138,8 @@ class SymbolicRegion:
     def symbol_places(self) -> tuple[int, ...]:
         """Index of the graph input that holds each symbol."""
         joint = self.variants[False].joint
-        return tuple(joint.primals.index(giver) for giver in self.sizes.givers(joint.graph))
+        givers = self.sizes.givers(joint.graph)[:len(self.sizes.symbols)]
+        return tuple(map(joint.primals.index, givers))
 
     def values_of(self, inputs: Sequence[object]) -> Values:
         """The symbols' values where the graph is called with these inputs."""
@@ -170,13 +174,26 @@ class SymbolicRegion:
 
 def input_bytes(dimensions: NamedDimensions, inputs: Mapping[str, torch.Tensor]
                 ) -> tuple[str, ...]:
-    """Bytes, in terms of the named sizes, of each input that fills a storage of its own."""
+    """Bytes, in terms of the named sizes, of each input that fills a storage of its own or is a
+    slice of one that does.  What a slice leaves out counts at any size, and no less than now."""
     found: dict[int, str] = {}
     for name, tensor in inputs.items():
         places = dimensions.get(name)
-        if places and tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size():
-            sizes = [places.get(place, str(size)) for place, size in enumerate(tensor.shape)]
-            found.setdefault(storage_key(tensor), "*".join([str(tensor.element_size()), *sizes]))
+        if not places:
+            continue
+        storage_bytes, element_bytes = tensor.untyped_storage().nbytes(), tensor.element_size()
+        order = sorted(range(tensor.dim()), key=tensor.stride)
+        extents = [tensor.stride(outer) // max(1, tensor.stride(inner))
+                   for inner, outer in itertools.pairwise(order)] + [tensor.size(order[-1])]
+        if math.prod(extents) * element_bytes != storage_bytes:
+            continue
+        sizes = [places.get(place, str(tensor.size(place))) + (
+            f" + {left_out}" if (left_out := extent - tensor.size(place)) else "")
+            for place, extent in zip(order, extents, strict=True)]
+        text = "*".join([str(element_bytes), *(f"({size})" if "+" in size else size
+                                               for size in reversed(sizes))])
+        found.setdefault(storage_key(tensor),
+                         f"max({storage_bytes}, {text})" if "+" in text else text)
     return tuple(found.values())
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -89,16 +90,37 @@ def take_equal_sizes_for_one(inputs: Sequence[object]) -> None:
         bool(first.setdefault(size_now(size), size) == size)  # torch notes the comparison
 
 
+def places_in_storage(tensors: Collection[torch.Tensor]) -> dict[Any, Any]:
+    """Symbols that only say where in its storage a tensor lies, strides and offsets, as expressions
+    in its sizes: those of a slice that leaves out as many elements in any call, as `ids[:, :-1]`
+    does."""
+    found: dict[Any, Any] = {}
+    for tensor in tensors:
+        order = sorted(range(tensor.dim()), key=lambda place: size_now(tensor.stride()[place]))
+        for inner, outer in itertools.pairwise(order):
+            stride, step = expression_of(tensor.stride()[outer]), tensor.stride()[inner]
+            if getattr(stride, "is_symbol", False) and size_now(step):
+                size = tensor.size(inner)
+                left_out = size_now(tensor.stride()[outer]) // size_now(step) - size_now(size)
+                found[stride] = sympy.sympify(
+                    expression_of(step) * (expression_of(size) + left_out)).xreplace(found)
+        offset = expression_of(tensor.storage_offset())
+        if getattr(offset, "is_symbol", False):
+            found[offset] = sympy.Integer(size_now(tensor.storage_offset()))
+    sizes = {symbol for tensor in tensors for size in tensor.shape
+             for symbol in getattr(expression_of(size), "free_symbols", ())}
+    return {symbol: place for symbol, place in found.items() if symbol not in sizes}
+
+
 def fix_sizes(inputs: Sequence[object]) -> None:
     """Let the graph that is being compiled be for these sizes alone."""
     for size in _symbolic_sizes(inputs):
         int(size)  # torch notes that the number was asked for
 
 
-def size_now(size: torch.SymInt) -> int:
-    """A symbolic size in the call that a graph is compiled for."""
-    node: Any = size.node
-    return int(node.hint)
+def size_now(size: torch.SymInt | int) -> int:
+    """A size in the call that a graph is compiled for."""
+    return int(size.node.hint) if isinstance(size, torch.SymInt) else size
 
 
 def smallest_value(size: torch.SymInt) -> int:
@@ -107,12 +129,13 @@ def smallest_value(size: torch.SymInt) -> int:
     return int(node.shape_env.var_to_range[node.expr].lower)
 
 
-def guards_hold(size: torch.SymInt, values: Mapping[Any, int]) -> bool:
+def guards_hold(size: torch.SymInt, values: Mapping[Any, int], places: Mapping[Any, Any]) -> bool:
     """True if what torch found when it compared sizes, in the graph of this one, holds where the
-    symbols have these values."""
+    symbols have these values.  `places`: see `places_in_storage`."""
     node: Any = size.node
     env = node.shape_env
     numbers = {symbol: sympy.Integer(value) for symbol, value in values.items()}
+    numbers |= {symbol: place.xreplace(numbers) for symbol, place in places.items()}
     return all(env.var_to_range[symbol].lower <= number <= env.var_to_range[symbol].upper
                for symbol, number in numbers.items()) and all(
                    env.replace(guard.expr).xreplace(numbers) == sympy.true

@@ -331,3 +331,60 @@ def test_an_output_that_the_loop_lets_go_is_let_go_at_other_lengths_too():
     symbolic = symbolic_of(net)
     assert not fixed.plan.spec.holds_output and not symbolic.plan.spec.holds_output
     assert symbolic.plan.baseline_peak_bytes == fixed.plan.baseline_peak_bytes
+
+
+class Rows(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(8, 64), nn.GELU(), nn.Linear(64, 64), nn.GELU(),
+                                 nn.Linear(64, 8))
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return (rows + self.net(rows)).square().mean()
+
+
+SLICES: dict[str, Callable[[int], torch.Tensor]] = {
+    "all but the last": lambda length: torch.randn(4, length, 8)[:, :-1],
+    "all but the first": lambda length: torch.randn(4, length, 8)[:, 1:],
+    "the begin of a longer tensor": lambda length: torch.randn(4, 99, 8)[:, :length],
+    "rows from anywhere": lambda length: torch.randn(5000, 1, 8)[length * 7:length * 8],
+    "every second": lambda length: torch.randn(4, 2 * length, 8)[:, ::2],
+}
+
+
+@pytest.mark.parametrize("part", SLICES)
+def test_slices_of_other_lengths_are_captured_once(part):
+    plain = Rows()
+    model = planner.within(copy.deepcopy(plain), "95%", time_limit=1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    for length in (32, 48, 37, 40, 44):
+        rows = SLICES[part](length)
+        for each in (plain, model):
+            each.zero_grad()
+            each(rows).backward()
+        optimizer.step()
+        for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+            assert torch.equal(mine.grad, theirs.grad)
+    assert symbolic_of(model).code.compilations == 1
+    assert len(forward_override(model).graphs) == 2
+
+
+def test_the_peak_of_a_slice_at_other_lengths_is_as_evaluated():
+    model = planner.within(Rows(), "80%", time_limit=1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+
+    def step(rows: torch.Tensor) -> None:
+        optimizer.zero_grad()
+        model(rows).backward()
+        optimizer.step()
+
+    for length in (65, 81, 73):
+        step(torch.randn(16, length, 8)[:, :-1])
+    fixed = sum(each.nbytes for each in model.parameters())
+    for length in (81, 95):
+        whole = torch.randn(16, length, 8)
+        step(whole[:, :-1])
+        optimizer.zero_grad()
+        measured = allocated_peak(lambda whole=whole: step(whole[:, :-1])) + fixed + whole.nbytes
+        predicted = symbolic_of(model).peak_bytes_at({"rows": (16, length - 1, 8)})
+        assert measured == predicted
