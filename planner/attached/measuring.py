@@ -77,6 +77,13 @@ class _PlannedCall:
     """Number of plans of the graph until then."""
 
     @property
+    def plan_by_now(self) -> Plan:
+        """The graph's plan, unless it is one for other sizes by now."""
+        graph = self.graph()
+        return self.plan if graph is None or (
+            graph.plan.spec.signature != self.plan.spec.signature) else graph.plan
+
+    @property
     def is_passing(self) -> bool:
         """True if it ran under a plan that was replaced, so that other calls do not count it."""
         graph = self.graph()
@@ -220,13 +227,13 @@ def conclude() -> None:
 def _decide() -> None:
     """Compare the steps whose budget is known by now."""
     for each in [*_undecided]:
-        graphs = [(call.forward(), call.graph()) for call in each.calls]
-        is_known = all(graph is None or graph.is_settled for _, graph in graphs)
+        is_known = all(graph is None or graph.is_settled
+                       for graph in (call.graph() for call in each.calls))
         if not is_known and len(_undecided) <= _MOST_UNDECIDED:
             continue
         _undecided.remove(each)
         budget_bytes = _budget_bytes(
-            (forward, graph.plan) for forward, graph in graphs if graph is not None)
+            (call.forward(), call.plan_by_now) for call in each.calls if call.graph() is not None)
         if budget_bytes is not None and each.measured_bytes > budget_bytes:
             _report(each.calls, each.measured_bytes, each.predicted_bytes, budget_bytes,
                     "in an earlier step, which ran before all of it was known; now it is"
@@ -263,11 +270,14 @@ def _report(calls: Sequence[_PlannedCall], measured_bytes: int, predicted_bytes:
     is_new = all(ratio > (1 + CLOSE) * forward.worst_ratio for forward in forwards)
     for forward in forwards:
         forward.worst_ratio = max(ratio, forward.worst_ratio)
+    sizes = (budget_bytes, predicted_bytes, measured_bytes)
+    words = [format_bytes(size) for size in sizes]
+    if words[0] == words[2]:
+        words = [f"{size:,} bytes" for size in sizes]
     names = " and ".join(dict.fromkeys(type(each.__self__).__name__ for each in forwards))
     log.log(logging.WARNING if is_new else logging.INFO,
             "%s: a training step exceeded the budget of %s: predicted %s, measured %s, %s",
-            names, format_bytes(budget_bytes), format_bytes(predicted_bytes),
-            format_bytes(measured_bytes), reason)
+            names, *words, reason)
 
 
 def abandon() -> None:

@@ -12,7 +12,7 @@ from torch import nn
 import planner
 from planner._graph_capture.memory.allocator import record_peak
 from planner._graph_capture.module_forward import forward_override
-from planner.attached import known
+from planner.attached import known, measuring
 from planner.attached.symbolic_graph import SymbolicGraph
 from tests.support.sized_models import Attending, tokens
 
@@ -388,3 +388,37 @@ def test_the_peak_of_a_slice_at_other_lengths_is_as_evaluated():
         measured = allocated_peak(lambda whole=whole: step(whole[:, :-1])) + fixed + whole.nbytes
         predicted = symbolic_of(model).peak_bytes_at({"rows": (16, length - 1, 8)})
         assert measured == predicted
+
+
+class Unrolled(nn.Module):
+    """A loop over time, so that each length is another graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.again, self.last = nn.Linear(32, 128), nn.Linear(128, 128), nn.Linear(
+            128, 32)
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        given, state, states = self.first(rows), rows.new_zeros(rows.shape[0], 128), []
+        for place in range(rows.shape[1]):
+            state = (torch.tanh(self.again(state) + given[:, place])
+                     * torch.sigmoid(given[:, place]) + state)
+            states.append(state)
+        return self.last(torch.stack(states, 1)).square().mean()
+
+
+@pytest.mark.slow
+def test_a_step_is_compared_with_the_budget_of_its_own_sizes(caplog):
+    model = planner.within(Unrolled(), "80%", time_limit=1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for batch, length in ((64, 12), (64, 16), (64, 16), (48, 20), (64, 8)):
+        model(torch.randn(batch, length, 32)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert "exceeded" not in caplog.text
+
+
+def test_a_small_excess_is_told_in_bytes(caplog):
+    measuring._report([], 17_612_345, 17_600_000, 17_600_001, "by a little")
+    assert "budget of 17,600,001 bytes" in caplog.text
+    assert "measured 17,612,345 bytes, by a little" in caplog.text
