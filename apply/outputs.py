@@ -20,6 +20,7 @@ from torch.overrides import get_default_nowrap_functions
 
 from planner._apply.rewrite import RewrittenRegion
 from planner._graph_capture.errors import PlannerError
+from planner._graph_capture.fake_copies.storage_less import is_storage_less
 from planner._graph_capture.joint_graph.joint import tensors_of
 from planner._graph_capture.joint_graph.lower import LoweredRegion
 from planner._graph_capture.torch_compat import FakeTensor, no_subclass_functions, storage_key
@@ -70,7 +71,10 @@ class OutputWatcher:
 
 def watch(outputs: Sequence[Any], places: Sequence[int], report: Callable[[int], None]) -> None:
     """Call `report` when the backward begins with the bytes of these outputs that are still alive;
-    do not call it if there are none."""
+    do not call it if there are none, or if the step is only traced."""
+    if any(isinstance(outputs[place], FakeTensor) or is_storage_less(outputs[place])
+           for place in places):
+        return
     node = next((tensor.grad_fn for tensor in outputs
                  if isinstance(tensor, torch.Tensor) and tensor.grad_fn is not None), None)
     if node is None or not places:

@@ -88,3 +88,21 @@ def test_the_trainer_of_transformers(tmp_path: Path):
     # whose peak `torch.compile` by itself takes 71%.
     with inductor_config.patch(fallback_random=True):
         check(Trial.of(make, train, share=0.62), steps=2, distance=1e-6)
+
+
+def test_an_output_that_the_loop_lets_go_is_not_taken_for_held_while_plans_are_judged():
+    torch.compiler.reset()
+    net = nn.Sequential(nn.Embedding(VOCAB, 64), *(
+        nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(4)),
+        nn.Linear(64, VOCAB))
+    planner.within(net, "80%", backend="inductor", time_limit=3)
+    optimizer = torch.optim.SGD(net.parameters(), lr=1e-3)
+    for length in (64, 64):  # a warning is an error
+        ids = torch.randint(VOCAB, (8, length))
+        output = net(ids)
+        loss = nn.functional.cross_entropy(output.flatten(0, 1), ids.flatten())
+        del output
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert not planner.plan_of(net).spec.holds_output
