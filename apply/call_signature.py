@@ -227,11 +227,13 @@ def autocast_as_planned(spec: RewriteSpec) -> Iterator[None]:
 
 
 def _is_no_larger(mine: InputKey, planned: InputKey) -> bool:
-    """Return whether an input is the planned one, or a tensor like it with no more elements."""
+    """Return whether an input is the planned one, or a tensor like it that is larger in no
+    dimension."""
     dtype, sizes = _dtype_and_sizes(mine.kind)
     planned_dtype, planned_sizes = _dtype_and_sizes(planned.kind)
     return (mine.requires_grad == planned.requires_grad and dtype == planned_dtype
-            and len(sizes) == len(planned_sizes) and math.prod(sizes) <= math.prod(planned_sizes))
+            and len(sizes) == len(planned_sizes)
+            and all(size <= most for size, most in zip(sizes, planned_sizes, strict=True)))
 
 
 def _dtype_and_sizes(kind: str) -> tuple[str, list[int]]:

@@ -319,15 +319,22 @@ def compile_forward(name: str, backend: Callable[..., Any], *, dynamic: bool | N
         function, backend=_referred_to(backend) if is_object else backend, dynamic=dynamic)
 
 
+_MOST_GONE = 16
+"""Entries in the cache of one code that nothing uses."""
+
+
 def _compile_again() -> None:
     """Let torch compile code again on which it has given up, whoever ran it: because it was
     compiled as often as the settings allow, or because a graph broke in a loop of it.  The code of
     `nn.Sequential` is such a loop, shared by all models.  What was compiled with backends that are
-    gone is dropped: it counts against these limits."""
+    gone counts against these limits; it is dropped, all of the code's at once, which is why a few
+    are kept beside what is in use."""
     for reference in list(input_codes.seen):  # all code that torch ever examined
         if (code := reference()) is None:
             continue
-        if any(_is_gone(entry.backend) for entry in _debug_get_cache_entry_list(code)):
+        backends = [entry.backend for entry in _debug_get_cache_entry_list(code)]
+        gone = sum(map(_is_gone, backends))
+        if gone and (gone == len(backends) or gone > _MOST_GONE):
             reset_code(code)
         else:
             set_code_exec_strategy(

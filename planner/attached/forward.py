@@ -379,13 +379,17 @@ class PlanningForward(ObservingForward):
                    kwargs: dict[str, Any]) -> PlannedGraph:
         """Capture and plan a step that no plan serves."""
         settings, module = self.settings, self.__self__
+        planners = [(graph.call, graph.planner) for graph in self.graphs
+                    if graph.planner is not None]
         with self._planning() as watch:
-            planner = GraphPlanner(module, args, kwargs, settings.planning, settings.limit,
-                                   settings.batches_ahead, partial(alive, self._optimizers),
-                                   early=dict(self._early),
-                                   has_other_loss=self._has_other_loss, is_whole=any(
-                                       graph.planner is not None and graph.planner.is_whole
-                                       for graph in self.graphs))
+            planner = GraphPlanner(
+                module, args, kwargs, settings.planning, settings.limit, settings.batches_ahead,
+                partial(alive, self._optimizers), early=dict(self._early),
+                has_other_loss=self._has_other_loss,
+                is_whole=any(each.is_whole for _, each in planners),
+                has_control_flow=any(
+                    each.has_control_flow for other, each in planners
+                    if other is not None and other.without_sizes == call.without_sizes))
             graph = PlannedGraph(call, planner)
             graph.note(present)
             self._share_step(graph)

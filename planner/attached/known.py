@@ -146,13 +146,13 @@ class GraphPlanner:
                  stepping: Callable[[], Sequence[Optimizer]] = tuple,
                  symbolic: SymbolicStep | None = None, earlier: Searched | None = None,
                  early: EarlyGradients | None = None, is_whole: bool = False,
-                 has_other_loss: bool = False) -> None:
+                 has_other_loss: bool = False, has_control_flow: bool = False) -> None:
         """Capture the step; raises `CaptureError`.  `batches_ahead`: how many batches the caller
         holds beside this one; `stepping`: the optimizers that were seen so far; `symbolic`: the
         step's graph, where it was captured before with symbolic sizes; `earlier`: a plan of that
         graph at other sizes; `early`: gradients that hooks free as they come; `is_whole`: a deep
         model is one region, too; `has_other_loss`: the loss may be of any of the outputs, though
-        one of them is a loss."""
+        one of them is a loss; `has_control_flow`: as it was found in a call of other sizes."""
         self.is_whole = is_whole
         """True if no plan by blocks fits, so that a deep model is one region, too."""
         self.chose_blocks = False
@@ -164,7 +164,7 @@ class GraphPlanner:
         self._kept_code: TracedCode | None = None  # for another capture of the same call
         self._kept_regions: str | Sequence[str] | None = None
         self._has_captured = False
-        self.has_control_flow = False
+        self.has_control_flow = has_control_flow
         """True if values of tensors decide the step's control flow."""
         self.values_bytes = 0
         """What the call without gradients that learned them took, above the resident memory."""
