@@ -305,6 +305,8 @@ class _Rewriter:
         """A size in the new graph: a number, or a node if it is symbolic."""
         if not isinstance(size, torch.SymInt):
             return size
+        if not expression_of(size).free_symbols:  # torch has fixed it
+            return int(size)
         key = self.in_forward, expression_of(size)
         if key not in self.size_nodes:
             givers = [self._operand(giver) for giver in self.sizes.givers(self.region.joint.graph)]

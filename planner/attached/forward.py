@@ -468,6 +468,15 @@ class PlanningForward(ObservingForward):
                 outside = graph.outside(self._unforeseen_bytes)
                 self._plan(graph, known and replace(known, outside=outside), call, args, kwargs)
                 return
+            if graph.lives is graph.expected_lives is None and not planner.loss_is_outside and (
+                    planner.output_tensors > 1):
+                # Most loops keep the loss alone.
+                graph.expected_lives = (Until.LOSS,) * planner.output_tensors
+                counted = replace(counted, lives=graph.expected_lives)
+                if planner.needs_capture_for(counted):
+                    planner.capture_again(self.__self__, args, kwargs, counted)
+                self._plan(graph, known and counted, call, args, kwargs)
+                return
             # From the next step on the others leave more.
             makes_way = bool(graph.companions) and graph.make_way(planner.leanest(counted))
             is_certain = graph.is_observed and not makes_way and not self._unforeseen_bytes
@@ -511,7 +520,7 @@ class PlanningForward(ObservingForward):
             if present.has_gradients or not self._backward_seen:
                 return None
             optimizers = ()  # gradients are gone: the optimizer is not torch's
-        lives = graph.lives
+        lives = graph.lives or graph.expected_lives
         # A structured output may create more tensors when the loss reads its attributes.
         lets_go = (not planner.loss_is_outside and lives and {*lives} != {Until.END}
                    and len(lives) == planner.output_tensors)
@@ -523,8 +532,8 @@ class PlanningForward(ObservingForward):
         """The step as observed, with assumptions for the unknown parts."""
         assert graph.planner is not None
         return Known(self._stepping, graph.outside(self._unforeseen_bytes),
-                     self._expected_loss(graph.planner), defers_reduction=self._defers_reduction,
-                     early=self._early)
+                     self._expected_loss(graph.planner), graph.expected_lives,
+                     self._defers_reduction, self._early)
 
     def _expected_output(self, planner: GraphPlanner) -> tuple[Until, ...] | None:
         """Lifetimes of the output tensors of another graph with as many of them."""
@@ -543,9 +552,8 @@ class PlanningForward(ObservingForward):
                 each.flows != other.flows for each, other
                 in zip(assumed.outputs, seen.outputs, strict=True))):
             return None
-        before, after = (sum(each.size_bytes for each, other
-                             in zip(loss.outputs, seen.outputs, strict=True) if other.flows)
-                         for loss in (of.assumed_loss, assumed))
+        flows = [each.flows for each in seen.outputs]
+        before, after = of.returned_bytes(flows), planner.returned_bytes(flows)
         scale = after / before if before else 1.0
         outputs = tuple(replace(each, flows=other.flows, until=other.until,
                                 size_bytes=each.size_bytes if other.size_bytes else 0)

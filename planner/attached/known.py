@@ -340,6 +340,12 @@ class GraphPlanner:
         size_bytes = sum(gradient.size_bytes for gradient in outputs)
         return ObservedLoss(_ASSUMED_LOSS * size_bytes + 8, 8, outputs)
 
+    def returned_bytes(self, flows: Sequence[bool]) -> int:
+        """Bytes of the model's outputs; `flows`: for each of their tensors, true if it counts."""
+        graph = self._step.graph
+        return sum(graph.buffers[each.buffer].size_bytes for each in graph.outputs
+                   if any(flows[place] for place in each.tensors))
+
     @property
     def passing_loss(self) -> ObservedLoss:
         """The loss of a call that is followed by another call, which is charged for the rest of the

@@ -55,6 +55,8 @@ class PlannedGraph:
         """True if another call came between a call of this graph and the loss."""
         self.lives: tuple[Until, ...] | None = None
         """Lifetime of each output tensor."""
+        self.expected_lives: tuple[Until, ...] | None = None
+        """The same until it is observed, where no plan fits that keeps them to the end."""
         self.moments: dict[Present, set[Present]] = {}
         """Memory present when calls began, and then when their backwards began."""
         self.companions: WeakSet[PlannedGraph] = WeakSet()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 
 import pytest
@@ -288,3 +289,51 @@ def test_a_graph_that_writes_into_an_operand_runs_as_written_where_it_is_not_the
     with pytest.warns(UserWarning, match="runs as it is written"):
         with_least_memory(torch.fx.symbolic_trace(Adds()))(leaf * 1, y).sum().backward()
     assert torch.equal(leaf.grad, 2 * (leaf + y.sin()))
+
+
+class _Block(nn.Module):
+    """The gradients of what three layers read are added in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.key, self.value, self.out = (nn.Linear(96, 96) for _ in range(4))
+        self.inside = nn.Sequential(nn.Linear(96, 192), nn.GELU(), nn.Linear(192, 96))
+        self.first, self.last = nn.LayerNorm(96), nn.LayerNorm(96)
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        query, key, value = (
+            layer(rows).view(rows.shape[0], -1, 4, 24).transpose(1, 2)
+            for layer in (self.query, self.key, self.value))
+        found = nn.functional.scaled_dot_product_attention(query, key, value)
+        rows = self.first(rows + self.out(found.transpose(1, 2).reshape(rows.shape)))
+        return self.last(rows + self.inside(rows))
+
+
+class _Dropping(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 96)
+        self.layers = nn.ModuleList(_Block() for _ in range(3))
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        rows = self.first(rows)
+        for layer in self.layers:
+            if not torch.rand([]) < 0.0:
+                rows = layer(rows)
+        return rows.square().mean()
+
+
+@pytest.mark.slow
+def test_a_size_that_torch_fixes_in_a_graph_that_others_vary_in():
+    torch.manual_seed(0)
+    plain = _Dropping()
+    model = planner.within(copy.deepcopy(plain), "75%", time_limit=1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    for length in (100, 100, 120, 110):
+        rows = torch.randn(4, length, 8)
+        for each in (plain, model):
+            each.zero_grad()
+            each(rows).backward()
+        optimizer.step()
+        for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+            assert torch.equal(mine.grad, theirs.grad)

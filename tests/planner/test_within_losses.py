@@ -151,3 +151,50 @@ def test_a_term_that_comes_later_is_of_the_buffers_as_the_forward_found_them(is_
             assert torch.equal(mine.grad, theirs.grad)
         for mine, theirs in zip(net.buffers(), plain.buffers(), strict=True):
             assert torch.equal(mine, theirs)
+
+
+class WithLogits(nn.Module):
+    """Returns logits that are large beside the rest, as a language model does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Embedding(500, 16), nn.Linear(16, 500, bias=False)
+
+    def forward(self, ids: torch.Tensor) -> dict[str, torch.Tensor]:
+        logits = self.last(torch.tanh(self.first(ids)))
+        loss = nn.functional.cross_entropy(logits.flatten(0, 1), ids.flatten())
+        return {"loss": loss, "logits": logits}
+
+
+@pytest.mark.parametrize("optimizer_is_given", [False, True])
+def test_a_budget_is_not_refused_for_an_output_that_the_loop_lets_go(optimizer_is_given):
+    given = {"optimizer": "sgd"} if optimizer_is_given else {}
+    ids = torch.randint(500, (8, 64))
+    least = {}
+    for is_held in (False, True):
+        with pytest.raises(planner.InfeasibleBudget) as refusal:
+            planner.plan(WithLogits(), (ids,), budget="1%", hold_output=is_held, optimizer="sgd")
+        least[is_held] = refusal.value.minimum_bytes
+    budget = (least[False] + least[True]) // 2
+    model = planner.within(WithLogits(), budget, time_limit=1, **given)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(3):
+        model(ids)["loss"].backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    status = planner.status(model)
+    assert status.planned_steps == 3 and status.worst_peak_bytes <= budget
+
+
+def test_where_the_loop_holds_the_output_the_budget_is_refused_once_that_is_seen():
+    ids = torch.randint(500, (8, 64))
+    with pytest.raises(planner.InfeasibleBudget) as refusal:
+        planner.plan(WithLogits(), (ids,), budget="1%", optimizer="sgd")
+    model = planner.within(WithLogits(), int(0.95 * refusal.value.minimum_bytes), time_limit=1)
+    with pytest.warns(UserWarning, match="still held"):
+        output = model(ids)
+        output["loss"].backward()
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    model.zero_grad()
+    with pytest.raises(planner.InfeasibleBudget):
+        model(ids)
