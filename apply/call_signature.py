@@ -10,7 +10,6 @@ no argument of the call.  If nothing here differs, only the graphs can be compar
 from __future__ import annotations
 
 import inspect
-import math
 import types
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
