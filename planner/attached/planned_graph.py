@@ -71,8 +71,8 @@ class PlannedGraph:
         """True if it saves as little as it can, so that its companions fit beside it."""
         self.plain_bytes = 0
         """Peak of the plain step with it; 0: it was not planned yet."""
-        self.larger_bytes = 0
-        """Peak of the plain step of another graph, of which a percentage is taken where that of its
+        self.compared: WeakSet[PlannedGraph] = WeakSet()
+        """Other graphs, of the largest plain step of which a percentage is taken where that of its
         own step cannot be met."""
         self.is_differentiated_again = False
         """True if a backward of a call was to be differentiated again (`create_graph=True`)."""
@@ -170,7 +170,7 @@ class PlannedGraph:
             fullest(each.outside(self) for each in presents)
             for presents in (self.moments, [*observed, *assumed], [*observed, *without]))
         return Outside(self.held_bytes + unforeseen_bytes, forward, backward, plain,
-                       max([self.larger_bytes, *(each.plain_bytes for each in self.step_mates)]))
+                       largest_plain_bytes(self.compared | self.step_mates))
 
     @property
     def is_observed(self) -> bool:
@@ -199,10 +199,9 @@ class PlannedGraph:
     def compare(self, others: Iterable[PlannedGraph]) -> bool:
         """Take percentages of the largest plain step from here on; return whether one of these
         graphs has a larger one than was known."""
-        before = self.larger_bytes
-        self.larger_bytes = max([before, *(each.plain_bytes for each in others
-                                           if each is not self)])
-        return self.larger_bytes > before
+        before = largest_plain_bytes(self.compared)
+        self.compared.update(each for each in others if each is not self)
+        return largest_plain_bytes(self.compared) > before
 
     def share_step(self, others: Iterable[PlannedGraph]) -> bool:
         """Note that these graphs are called in the same step; return whether that is new."""
@@ -245,6 +244,11 @@ class PlannedGraph:
             return growth == 0
         return (abs(growth) < _CLOSE * limit_bytes
                 and self.plan.limited_bytes + growth <= limit_bytes)
+
+
+def largest_plain_bytes(graphs: Iterable[PlannedGraph]) -> int:
+    """The largest peak of the plain steps of some graphs, by their present plans."""
+    return max((each.plain_bytes for each in graphs), default=0)
 
 
 class PendingCall:

@@ -18,6 +18,7 @@ import logging
 from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import nn
@@ -60,7 +61,7 @@ class SymbolicGraph(PlannedGraph):
         self.loss = fixed.loss
         if fixed.unmeasured is not None:
             self.loss = fixed.planner.measured(fixed.unmeasured)
-        self._fixed_planner = fixed.planner
+        self._fixed, self._fixed_planner = ref(fixed), fixed.planner
         self.outputs = fixed.planner.graph_outputs
         self.target: SymbolicCallable | None = None
         """The graph that the plan is of."""
@@ -160,6 +161,8 @@ class SymbolicGraph(PlannedGraph):
         """Run under this plan from here on, or, where it was made for more sizes, as well."""
         assert self.target is not None and self.planner is not None and self.known is not None
         self.plan, self.plain_bytes = plan, plan.baseline_peak_bytes
+        if (fixed := self._fixed()) is not None and fixed.is_provisional:
+            fixed.plain_bytes = 0  # its plan is in force no more
         variant, order = self.planner.schedule_of(plan, self.known)
         assert plan.spec.sizes is not None
         region = self.target.region

@@ -422,3 +422,23 @@ def test_a_small_excess_is_told_in_bytes(caplog):
     measuring._report([], 17_612_345, 17_600_000, 17_600_001, "by a little")
     assert "budget of 17,600,001 bytes" in caplog.text
     assert "measured 17,612,345 bytes, by a little" in caplog.text
+
+
+@pytest.mark.slow
+def test_micro_batches_of_two_lengths_take_a_percentage_of_the_plain_step():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(300, 64), *(
+        nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
+        for _ in range(6)), nn.Linear(64, 300, bias=False))
+    planner.within(model, "65%", time_limit=1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for _ in range(3):
+        for length in (64, 61):
+            ids = torch.randint(300, (8, length))
+            logits = model(ids)
+            nn.functional.cross_entropy(logits.flatten(0, 1), ids.flatten()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    plan = planner.plan_of(model)
+    assert plan.budget_bytes <= 0.65 * plan.baseline_peak_bytes + 1
+    assert planner.status(model).worst_peak_bytes <= plan.budget_bytes
