@@ -144,7 +144,8 @@ class RegionSignature:
     storage_bytes: tuple[int, ...]
     """Sizes of the ops' results, in order."""
     input_bytes: tuple[int, ...]
-    """Sizes of the region's inputs, parameters included."""
+    """Sizes of the region's inputs, parameters included; of a slice, from its first to its last
+    element."""
     input_layout: str
     """Hash of the inputs' shapes and strides.  If it is equal, the sizes must be, too: only another
     model can make them differ."""

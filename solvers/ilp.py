@@ -112,18 +112,18 @@ class CutSearch:
     def _cut_again(self) -> None:
         """Solve the last model with more nodes if it was not solved, else one with a further cut.
         If there is no cut to add, distinguish all ops, which may raise the bound.  No model is
-        begun if the last one took more work than is left."""
-        if self._last_cut_work > self.work_limit - self.work:
-            self._cuts_settled = True
-            return
+        begun that, by the work of the last one, would take more than is left."""
+        expected_work = self._last_cut_work
         if not self._cuts_solved:
             self._cut_nodes *= 2
         elif not self._add_cuts():
-            if not self._runs:
-                self._cuts_settled = True
-                return
+            op_count = len(self._task.problem)
+            expected_work *= op_count / (op_count - sum(run.spared for run in self._runs))
+            self._cuts_settled = not self._runs
             self._runs = ()
-        self._cut()
+        self._cuts_settled |= expected_work > self.work_limit - self.work
+        if not self._cuts_settled:
+            self._cut()
 
     def _add_cuts(self) -> bool:
         """Constrain memory also where the last solution of the model exceeds the budget most;

@@ -49,6 +49,7 @@ from planner._graph_capture.torch_compat import (
     running_node_number,
     runs_its_own_ops,
     schema_of,
+    spanned_elements,
     storage_at,
     storage_key,
     written_tensors,
@@ -468,9 +469,7 @@ def _copied(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """A copy with the same strides, of the part of the storage that the tensor reaches."""
     if tensor.layout is not torch.strided or tensor.numel() == 0:
         return tensor.to(device, copy=True)
-    length = 1 + sum((size - 1) * stride
-                     for size, stride in zip(tensor.size(), tensor.stride(), strict=True))
-    reached = tensor.as_strided((length,), (1,)).to(device, copy=True)
+    reached = tensor.as_strided((spanned_elements(tensor),), (1,)).to(device, copy=True)
     return reached.as_strided(tensor.size(), tensor.stride(), 0)
 
 

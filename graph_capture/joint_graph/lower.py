@@ -37,6 +37,7 @@ from planner._graph_capture.torch_compat import (
     OpOverload,
     same_sizes,
     schema_of,
+    spanned_elements,
     storage_key,
 )
 from planner._graph_capture.training_graph import Phase, RegionSignature
@@ -393,7 +394,7 @@ def region_signature(region: LoweredRegion) -> RegionSignature:
     return RegionSignature(
         structure=digest(*parts),
         storage_bytes=tuple(storage.size_bytes for storage in region.storages),
-        input_bytes=tuple(int(primal.meta["val"].untyped_storage().nbytes())
+        input_bytes=tuple(spanned_elements(value) * value.element_size()
                           for primal in joint.primals
-                          if isinstance(primal.meta["val"], torch.Tensor)),
+                          if isinstance(value := primal.meta["val"], torch.Tensor)),
         input_layout=digest(*(describe_value(primal.meta["val"]) for primal in joint.primals)))

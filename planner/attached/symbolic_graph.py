@@ -17,6 +17,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection, Mapping, Sequence
 from functools import partial
+from itertools import pairwise
 from typing import Any
 from weakref import ref
 
@@ -149,9 +150,7 @@ class SymbolicGraph(PlannedGraph):
             if not isinstance(leaf, torch.Tensor) or wanted in (None, tuple(leaf.shape)):
                 return leaf
             if id(leaf) not in resized:
-                resized[id(leaf)] = torch.empty(
-                    wanted, dtype=leaf.dtype, device=leaf.device,
-                    requires_grad=leaf.requires_grad)
+                resized[id(leaf)] = _enlarged(leaf, wanted)
             return resized[id(leaf)]
 
         found: tuple[tuple[Any, ...], dict[str, Any]] = pytree.tree_map(of, (args, kwargs))
@@ -191,6 +190,25 @@ class SymbolicGraph(PlannedGraph):
         self.has_run = True
         if self.code.used is not None:
             self.plan = self._plans.get(self.code.used, self.plan)
+
+
+def _enlarged(tensor: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
+    """A tensor that is at least as large in each dimension, without values of its own: a slice of
+    the same storage where that has room for it, as one long tensor that all batches are slices of
+    does, else one that leaves out as much of a storage of its own."""
+    strides = list(tensor.stride())
+    order = sorted(range(tensor.dim()), key=tensor.stride)
+    for inner, outer in pairwise(order):
+        extent = strides[inner] * sizes[inner]
+        if strides[outer] < extent:
+            left_out = tensor.stride(outer) // max(1, tensor.stride(inner)) - tensor.size(inner)
+            strides[outer] = extent + strides[inner] * max(0, left_out)
+    offset = tensor.storage_offset()
+    last = offset + sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))
+    whole = tensor.detach()
+    if last * tensor.element_size() >= tensor.untyped_storage().nbytes():
+        whole, offset = whole.new_empty(max(1, strides[order[-1]] * sizes[order[-1]])), 0
+    return whole.as_strided(sizes, strides, offset).requires_grad_(tensor.requires_grad)
 
 
 def _differing_sizes(call: Call, graph: PlannedGraph) -> int:

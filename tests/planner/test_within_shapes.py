@@ -442,3 +442,30 @@ def test_micro_batches_of_two_lengths_take_a_percentage_of_the_plain_step():
     plan = planner.plan_of(model)
     assert plan.budget_bytes <= 0.65 * plan.baseline_peak_bytes + 1
     assert planner.status(model).worst_peak_bytes <= plan.budget_bytes
+
+
+def test_slices_of_one_long_tensor_are_counted_with_all_of_it():
+    long = torch.randn(8, 400, 8)
+    model = planner.within(Rows(), "80%", time_limit=1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    plain = []
+    for batch, length in ((8, 50), (8, 60), (6, 55), (8, 60)):
+        model(long[:batch, 30:30 + length]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        plain.append(planner.plan_of(model).baseline_peak_bytes)
+    assert plain[0] < plain[1] == plain[2] == plain[3]
+    assert planner.status(model).worst_peak_bytes <= planner.plan_of(model).budget_bytes
+
+
+def test_a_plan_serves_smaller_slices_of_the_same_tensor():
+    plain, long = Rows(), torch.randn(8, 100, 8)
+    model = planner.plan(plain, (long[:, :50],), budget="90%").apply(copy.deepcopy(plain))
+    for rows in (long[:, 40:90], long[:, :30], long[:4, :30]):
+        for each in (plain, model):
+            each.zero_grad()
+            each(rows).backward()
+        for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+            assert torch.equal(mine.grad, theirs.grad)
+    with pytest.raises(planner.PlanMismatch, match="serves inputs up to the size"):
+        model(torch.randn(8, 200, 8)[:, :50])
