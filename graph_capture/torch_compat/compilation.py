@@ -15,7 +15,10 @@ from unittest import mock
 
 from planner._graph_capture.module_forward import call_forward, own_forward
 from planner._graph_capture.torch_compat.dispatch import decompositions_off
-from planner._graph_capture.torch_compat.recurrent import recurrent_layers_trained
+from planner._graph_capture.torch_compat.recurrent import (
+    lstm_shapes_at_once,
+    recurrent_layers_trained,
+)
 from planner._graph_capture.torch_compat.requirements import require
 
 require(__name__)
@@ -170,6 +173,7 @@ def compile_settings(*, donated_buffers: bool = False) -> Iterator[None]:
         ),
         mock.patch.object(InstructionTranslatorBase, "maybe_has_backedge", _ends_at_break),
         mock.patch.object(TensorVariable, "method___setitem__", _assign),
+        lstm_shapes_at_once(),
         mock.patch.object(OutputGraph, "create_proxy", _create_proxy),
         # Dynamo can break inside of an iteration over a tuple, but not over the values of a dict.
         mock.patch.object(nn.ModuleList, "__iter__", _over_tuple),

@@ -43,7 +43,7 @@ def _fused_lstm(mode: Any, func: Any, *args: Any) -> Any:
             (weights[5], weights[5].shape)))
         size = 0
         if torch.is_grad_enabled():
-            size = _reserve_bytes(int(x.shape[0]), tuple(map(int, x.shape[1:])), x.dtype, shapes, *(
+            size = _reserve_bytes(x.shape[0], tuple(map(int, x.shape[1:])), x.dtype, shapes, *(
                 tuple(value) if isinstance(value, list) else value for value in args[7:]))
         return output, hidden, cell, torch.empty(size, dtype=torch.uint8, device=x.device)
 
@@ -54,20 +54,32 @@ def _gradients_of_fused_lstm(mode: Any, func: Any, *args: Any) -> Any:
 
 
 _FEW_STEPS = 5
+_MEASURED_BYTES = 4 << 20
+
+
+def _reserve_bytes(steps: Any, *rest: Any) -> Any:
+    """Bytes that the library keeps for the backward of `steps` time steps, a size with symbols for
+    such a number.
+
+    Only the library knows them, so it is run for some steps, and each further one is assumed to
+    need as much.  It rounds to pages of memory, so the sum is slightly off; the more so, the fewer
+    steps are run.
+    """
+    if steps <= _FEW_STEPS:
+        return _measured_reserve_bytes(int(steps), *rest)
+    one, few = (_measured_reserve_bytes(count, *rest) for count in (1, _FEW_STEPS))
+    of_step = max(1, (few - one) // (_FEW_STEPS - 1))
+    some = max(_FEW_STEPS, _MEASURED_BYTES // of_step)
+    if isinstance(steps, int) and steps <= some:
+        return _measured_reserve_bytes(steps, *rest)
+    found = _measured_reserve_bytes(some, *rest)
+    return one + (steps - 1) * (found - one) // (some - 1)
 
 
 @functools.lru_cache(maxsize=1024)
-def _reserve_bytes(steps: int, step: tuple[int, ...], dtype: torch.dtype,
-                   shapes: tuple[tuple[tuple[int, ...], torch.dtype], ...], *settings: Any) -> int:
-    """Bytes that the library keeps for the backward of `steps` time steps.
-
-    Only the library knows them, so it is run for a few steps, and each further one is assumed to
-    need as much (it rounds to pages of memory, so the sum is slightly off).
-    """
-    if steps > _FEW_STEPS:
-        few, one = (_reserve_bytes(count, step, dtype, shapes, *settings)
-                    for count in (_FEW_STEPS, 1))
-        return few + (steps - _FEW_STEPS) * (few - one) // (_FEW_STEPS - 1)
+def _measured_reserve_bytes(
+        steps: int, step: tuple[int, ...], dtype: torch.dtype,
+        shapes: tuple[tuple[tuple[int, ...], torch.dtype], ...], *settings: Any) -> int:
     with no_active_modes(), torch.enable_grad():
         weights = [torch.zeros(shape, dtype=kind) for shape, kind in shapes]
         *_, reserve = torch.ops.aten.mkldnn_rnn_layer.default(

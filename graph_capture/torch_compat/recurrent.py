@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from itertools import chain
 from typing import Any
 from unittest import mock
@@ -41,26 +41,41 @@ def recurrent_layers_trained(module: fx.GraphModule, *, fused: bool) -> Iterator
     """Inside, AOTAutograd keeps the dropout and the training of recurrent layers in a Dynamo
     graph; `fused`: with the kernels of eager mode for an LSTM on a CPU."""
     _unstack_all(module)
-    select = decompositions.select_one_layer_lstm_function
 
     def select_trainable(input: Any, states: Any, weights: Any) -> Callable[..., Any]:
-        tensors = (input, *states, *chain(*weights))
-        if fused and _runs_in_one_kernel(tensors) and states[0].size(2) == states[1].size(2):
+        if fused and _runs_in_one_kernel(input, states, weights):
             return _in_one_kernel
         is_trained = any(weight.requires_grad for weight in chain(states, *weights))
-        return _step_by_step if is_trained else select(input, states, weights)
+        return _step_by_step if is_trained else _select(input, states, weights)
 
     with mock.patch.object(decompositions, "select_one_layer_lstm_function", select_trainable):
         yield
 
 
-def _runs_in_one_kernel(tensors: Sequence[Any]) -> bool:
-    """True if oneDNN runs an LSTM on these tensors, but for projections."""
+_select = decompositions.select_one_layer_lstm_function
+
+
+@contextlib.contextmanager
+def lstm_shapes_at_once() -> Iterator[None]:
+    """Inside, Dynamo, which looks at shapes alone, follows an LSTM on a CPU as one kernel in place
+    of four ops for each time step."""
+
+    def select(input: Any, states: Any, weights: Any) -> Callable[..., Any]:
+        return (_in_one_kernel if _runs_in_one_kernel(input, states, weights)
+                else _select(input, states, weights))
+
+    with mock.patch.object(decompositions, "select_one_layer_lstm_function", select):
+        yield
+
+
+def _runs_in_one_kernel(input: Any, states: Any, weights: Any) -> bool:
+    """True if oneDNN runs an LSTM on these tensors, which has no projections."""
     supported = {torch.float32: True,
                  torch.bfloat16: torch.ops.mkldnn._is_mkldnn_bf16_supported(),
                  torch.float16: torch.ops.mkldnn._is_mkldnn_fp16_supported()}
-    return torch._C._get_mkldnn_enabled() and all(
-        each.device.type == "cpu" and supported.get(each.dtype, False) for each in tensors)
+    return (torch._C._get_mkldnn_enabled() and states[0].size(2) == states[1].size(2)
+            and all(each.device.type == "cpu" and supported.get(each.dtype, False)
+                    for each in (input, *states, *chain(*weights))))
 
 
 def _in_one_kernel(x: Any, states: Any, weights: Any, has_biases: bool, reverse: bool = False
