@@ -198,3 +198,20 @@ def test_where_the_loop_holds_the_output_the_budget_is_refused_once_that_is_seen
     model.zero_grad()
     with pytest.raises(planner.InfeasibleBudget):
         model(ids)
+
+
+def test_outputs_in_a_tuple_keep_their_places():
+    """A key-value cache in a tuple is not left out: what is behind it would move."""
+    transformers = pytest.importorskip("transformers")
+    net = transformers.GPT2LMHeadModel(transformers.GPT2Config(
+        vocab_size=100, n_embd=32, n_layer=1, n_head=2, n_positions=32, loss_type="ForCausalLM"))
+    planner.within(net, "90%", time_limit=1)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    for length in (24, 24, 16, 20):
+        ids = torch.randint(100, (4, length))
+        loss, logits, cache = net(input_ids=ids, labels=ids, return_dict=False)
+        loss.backward()
+        assert logits.shape == (4, length, 100) and cache.get_seq_length() == length
+        optimizer.step()
+        optimizer.zero_grad()
+    assert planner.status(net).planned_steps == 4

@@ -229,7 +229,7 @@ def verified(rank: int, how: str) -> None:
     settings: dict[str, Any] = {"mixed": {"param_dtype": "bf16", "reduce_dtype": "fp32"},
                                 "bucket views": {"gradient_as_bucket_view": True}}.get(how, {})
     kind = "ddp" if how == "bucket views" else "fsdp2"
-    plan = planner.plan(model(), batch, budget="70%", optimizer="adamw", hold_output=False,
+    plan = planner.plan(model(), batch, budget="75%", optimizer="adamw", hold_output=False,
                         time_limit=1, parallel=planner.DataParallel(kind, 2, **settings))
     assert plan.recompute_flops > 0
     net = wrap(model(), how)
