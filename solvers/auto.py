@@ -58,14 +58,13 @@ def auto(task: Task) -> Proposal:
     """Return the best result of all stages within the work and the time."""
     incumbent = Incumbent(task)
     goes_on = task.work_limit not in (None, math.inf) and incumbent.fits
-    is_usual = task.work_limit is None
     work_limit = usual_work(task.problem) if task.work_limit is None else task.work_limit
     try:
         if not incumbent.start() and work_limit < math.inf:
             incumbent.raise_bound(one_cut_bound(task))
         elif not incumbent.proven and working_set_floor(task.problem) <= task.budget_bytes:
             _search(replace(task, work_limit=work_limit), incumbent, goes_on=goes_on,
-                    gap_counts=is_usual)
+                    gap_counts=task.work_limit is None)
     except KeyboardInterrupt:
         if not incumbent.fits:
             raise

@@ -51,11 +51,16 @@ class Sizes:
         return cls(tuple(symbols), tuple(symbols.values()),
                    {symbol: place for symbol, place in places.items() if symbol in found})
 
+    @property
+    def _inputs(self) -> tuple[Any, ...]:
+        """The symbols that the graph takes."""
+        return *self.symbols, *self.places
+
     def function(self, size: Any) -> Callable[..., int]:
         """A size as a function of the inputs that `givers` names."""
         expression = expression_of(size)
         if expression not in self._functions:
-            self._functions[expression] = function_of(expression, (*self.symbols, *self.places))
+            self._functions[expression] = function_of(expression, self._inputs)
         return self._functions[expression]
 
     def number(self, size: Any, values: Values) -> int:
@@ -90,14 +95,14 @@ class Sizes:
         for node in graph.find_nodes(op="placeholder"):
             if isinstance(node.meta.get("val"), torch.SymInt):
                 found.setdefault(expression_of(node.meta["val"]), node)
-        return tuple(found[symbol] for symbol in (*self.symbols, *self.places))
+        return tuple(map(found.__getitem__, self._inputs))
 
     def settle(self, graph: fx.Graph) -> None:
         """Compute each symbolic number among a graph's arguments from its inputs."""
         if not self.symbols:
             return
         operands = self.givers(graph)
-        givers = dict(zip((*self.symbols, *self.places), operands, strict=True))
+        givers = dict(zip(self._inputs, operands, strict=True))
         after = graph.find_nodes(op="placeholder")[-1]
         made: dict[Any, fx.Node] = {}
 

@@ -10,7 +10,6 @@ Blind spots: sizes that depend on the values of tensors; variants in chunks.
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -41,6 +40,7 @@ from planner._graph_capture.torch_compat import (
     compile_module,
     compile_settings,
     expression_of,
+    extents_of_whole,
     guards_hold,
     primal_sources,
     quiet_fake_tensors,
@@ -182,14 +182,12 @@ def input_bytes(dimensions: NamedDimensions, inputs: Mapping[str, torch.Tensor]
         if not places:
             continue
         storage_bytes, element_bytes = tensor.untyped_storage().nbytes(), tensor.element_size()
-        order = sorted(range(tensor.dim()), key=tensor.stride)
-        extents = [tensor.stride(outer) // max(1, tensor.stride(inner))
-                   for inner, outer in itertools.pairwise(order)] + [tensor.size(order[-1])]
-        if math.prod(extents) * element_bytes != storage_bytes:
+        extents = extents_of_whole(tensor)
+        if math.prod(extent for _, extent in extents) * element_bytes != storage_bytes:
             continue
         sizes = [places.get(place, str(tensor.size(place))) + (
             f" + {left_out}" if (left_out := extent - tensor.size(place)) else "")
-            for place, extent in zip(order, extents, strict=True)]
+            for place, extent in extents]
         text = "*".join([str(element_bytes), *(f"({size})" if "+" in size else size
                                                for size in reversed(sizes))])
         found.setdefault(storage_key(tensor),

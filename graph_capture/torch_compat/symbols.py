@@ -90,20 +90,29 @@ def take_equal_sizes_for_one(inputs: Sequence[object]) -> None:
         bool(first.setdefault(size_now(size), size) == size)  # torch notes the comparison
 
 
+def extents_of_whole(tensor: torch.Tensor) -> list[tuple[int, int]]:
+    """The dimensions of a tensor from the innermost to the outermost one, each with the size that
+    it has in the tensor of which this one is a slice; of the outermost, with its own size."""
+    strides = [size_now(stride) for stride in tensor.stride()]
+    order = sorted(range(len(strides)), key=strides.__getitem__)
+    extents = [strides[outer] // max(1, strides[inner])
+               for inner, outer in itertools.pairwise(order)]
+    return list(zip(order, [*extents, *(size_now(tensor.size(place)) for place in order[-1:])],
+                    strict=True))
+
+
 def places_in_storage(tensors: Collection[torch.Tensor]) -> dict[Any, Any]:
     """Symbols that only say where in its storage a tensor lies, strides and offsets, as expressions
     in its sizes: those of a slice that leaves out as many elements in any call, as `ids[:, :-1]`
     does."""
     found: dict[Any, Any] = {}
     for tensor in tensors:
-        order = sorted(range(tensor.dim()), key=lambda place: size_now(tensor.stride()[place]))
-        for inner, outer in itertools.pairwise(order):
+        for (inner, extent), (outer, _) in itertools.pairwise(extents_of_whole(tensor)):
             stride, step = expression_of(tensor.stride()[outer]), tensor.stride()[inner]
             if getattr(stride, "is_symbol", False) and size_now(step):
                 size = tensor.size(inner)
-                left_out = size_now(tensor.stride()[outer]) // size_now(step) - size_now(size)
-                found[stride] = sympy.sympify(
-                    expression_of(step) * (expression_of(size) + left_out)).xreplace(found)
+                found[stride] = sympy.sympify(expression_of(step) * (
+                    expression_of(size) + extent - size_now(size))).xreplace(found)
         offset = expression_of(tensor.storage_offset())
         if getattr(offset, "is_symbol", False):
             found[offset] = sympy.Integer(size_now(tensor.storage_offset()))

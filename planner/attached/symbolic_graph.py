@@ -30,7 +30,12 @@ from planner._graph_capture.capture import SymbolicStep
 from planner._graph_capture.joint_graph.symbolic_sizes import Values
 from planner._graph_capture.module_forward import Forward
 from planner._graph_capture.step.symbolic_region import NamedDimensions, SymbolicRegion
-from planner._graph_capture.torch_compat import no_active_modes, pytree, running_node_number
+from planner._graph_capture.torch_compat import (
+    extents_of_whole,
+    no_active_modes,
+    pytree,
+    running_node_number,
+)
 from planner.arguments.inputs import size_name
 from planner.attached.known import GraphPlanner, Searched
 from planner.attached.planned_graph import PlannedGraph
@@ -197,17 +202,16 @@ def _enlarged(tensor: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
     the same storage where that has room for it, as one long tensor that all batches are slices of
     does, else one that leaves out as much of a storage of its own."""
     strides = list(tensor.stride())
-    order = sorted(range(tensor.dim()), key=tensor.stride)
-    for inner, outer in pairwise(order):
-        extent = strides[inner] * sizes[inner]
-        if strides[outer] < extent:
-            left_out = tensor.stride(outer) // max(1, tensor.stride(inner)) - tensor.size(inner)
-            strides[outer] = extent + strides[inner] * max(0, left_out)
-    offset = tensor.storage_offset()
+    extents = extents_of_whole(tensor)
+    for (inner, extent), (outer, _) in pairwise(extents):
+        if strides[outer] < strides[inner] * sizes[inner]:
+            left_out = max(0, extent - tensor.size(inner))
+            strides[outer] = strides[inner] * (sizes[inner] + left_out)
+    outermost, offset = extents[-1][0], tensor.storage_offset()
     last = offset + sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))
     whole = tensor.detach()
     if last * tensor.element_size() >= tensor.untyped_storage().nbytes():
-        whole, offset = whole.new_empty(max(1, strides[order[-1]] * sizes[order[-1]])), 0
+        whole, offset = whole.new_empty(max(1, strides[outermost] * sizes[outermost])), 0
     return whole.as_strided(sizes, strides, offset).requires_grad_(tensor.requires_grad)
 
 
