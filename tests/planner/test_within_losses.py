@@ -13,6 +13,7 @@ import planner
 from planner._graph_capture.memory.allocator import record_stages
 from tests.support.measured_loops import MeasuredLoop, Trial
 from tests.support.models import LanguageModel
+from tests.support.training import assert_same_gradients
 
 
 class Scored(nn.Module):
@@ -147,8 +148,7 @@ def test_a_term_that_comes_later_is_of_the_buffers_as_the_forward_found_them(is_
                 loss = loss + output["features"].square().mean()
             each.zero_grad()
             loss.backward()
-        for mine, theirs in zip(net.parameters(), plain.parameters(), strict=True):
-            assert torch.equal(mine.grad, theirs.grad)
+        assert_same_gradients(net, plain)
         for mine, theirs in zip(net.buffers(), plain.buffers(), strict=True):
             assert torch.equal(mine, theirs)
 

@@ -15,6 +15,7 @@ from planner._graph_capture.module_forward import forward_override
 from planner.attached import known, measuring
 from planner.attached.symbolic_graph import SymbolicGraph
 from tests.support.sized_models import Attending, tokens
+from tests.support.training import assert_same_gradients
 
 
 def allocated_peak(step: Callable[[], object]) -> int:
@@ -277,8 +278,7 @@ def test_paths_that_values_of_inputs_decide_are_traced_once_each():
         for each in (plain, model):
             each.zero_grad()
             each(*batch).backward()
-        for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
-            assert torch.equal(mine.grad, theirs.grad)
+        assert_same_gradients(model, plain)
     code = symbolic_of(model).code
     assert code.compilations == 2
     assert not any("cos" in op.name or "diff" in op.name for graph in code.graphs
@@ -363,8 +363,7 @@ def test_slices_of_other_lengths_are_captured_once(part):
             each.zero_grad()
             each(rows).backward()
         optimizer.step()
-        for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
-            assert torch.equal(mine.grad, theirs.grad)
+        assert_same_gradients(model, plain)
     assert symbolic_of(model).code.compilations == 1
     assert len(forward_override(model).graphs) == 2
 
@@ -465,8 +464,7 @@ def test_a_plan_serves_smaller_slices_of_the_same_tensor():
         for each in (plain, model):
             each.zero_grad()
             each(rows).backward()
-        for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
-            assert torch.equal(mine.grad, theirs.grad)
+        assert_same_gradients(model, plain)
     with pytest.raises(planner.PlanMismatch, match="serves inputs up to the size"):
         model(torch.randn(8, 200, 8)[:, :50])
 
@@ -498,8 +496,7 @@ def test_an_lstm_is_one_op_at_any_length():
         step(rows)
         plain.zero_grad()
         plain(rows).backward()
-        for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
-            assert torch.equal(mine.grad, theirs.grad)
+        assert_same_gradients(model, plain)
     assert symbolic_of(model).code.compilations == 1
     beside = 2 * sum(each.nbytes for each in model.parameters())  # and the plain model's gradients
     rows = torch.randn(8, 290, 8)

@@ -14,6 +14,7 @@ from torch import nn
 
 import planner
 from planner._graph_capture.memory.allocator import record_stages
+from tests.support.training import assert_same_gradients
 
 Batch = Callable[[torch.Tensor], torch.Tensor]
 
@@ -46,8 +47,7 @@ def test_integer_inputs_that_are_views(view: Batch):
     ids = torch.randint(64, (8, 9))
     for each in (plain, net):
         each(view(ids)).square().mean().backward()
-    for mine, theirs in zip(net.parameters(), plain.parameters(), strict=True):
-        assert torch.equal(mine.grad, theirs.grad)
+    assert_same_gradients(net, plain)
     assert planner.status(net).planned_steps == 1
 
 
@@ -196,8 +196,7 @@ def test_a_model_may_set_itself_up_in_its_first_call():
         for each in (plain, net):
             each.zero_grad()
             each(x).square().mean().backward()
-        for mine, theirs in zip(net.parameters(), plain.parameters(), strict=True):
-            assert torch.equal(mine.grad, theirs.grad)
+        assert_same_gradients(net, plain)
     assert planner.status(net).planned_steps == 2
 
 
@@ -214,8 +213,7 @@ def test_logits_of_a_model_that_makes_a_cache_may_have_a_loss_outside():
         for each in (plain, net):
             each.zero_grad()
             F.cross_entropy(each(input_ids=ids).logits.flatten(0, 1), ids.flatten()).backward()
-    for mine, theirs in zip(net.parameters(), plain.parameters(), strict=True):
-        assert torch.equal(mine.grad, theirs.grad)
+    assert_same_gradients(net, plain)
 
 
 class MasksAfterBreak(nn.Module):
@@ -237,8 +235,7 @@ def test_what_a_region_returns_may_be_changed_behind_it():
     x, where = torch.randn(4, 32, 16), torch.rand(4, 32) > 0.5
     for each in (plain, net):
         each(x, where).backward()
-    for mine, theirs in zip(net.parameters(), plain.parameters(), strict=True):
-        assert torch.equal(mine.grad, theirs.grad)
+    assert_same_gradients(net, plain)
 
 
 class Labelled(nn.Module):
@@ -271,8 +268,7 @@ def test_a_loss_of_more_than_the_loss_that_the_model_returns(caplog):
             if each is net:
                 peaks.append(planner.plan_of(net).peak_bytes)
             loss.backward()
-        for mine, theirs in zip(net.parameters(), plain.parameters(), strict=True):
-            assert torch.equal(mine.grad, theirs.grad)
+        assert_same_gradients(net, plain)
     status = planner.status(net)
     assert status.planned_steps == 5 and peaks[-1] <= status.budget_bytes
     assert peaks[-1] == peaks[-2] > peaks[0]

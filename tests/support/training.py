@@ -245,3 +245,9 @@ SIZES: dict[str, dict[str, int]] = {
     "untied_embedding": {"layers": 1, "vocab": 1024},
 }
 """Sizes that differ from the defaults of `tests.support.models`."""
+
+
+def assert_same_gradients(mine: nn.Module, theirs: nn.Module) -> None:
+    """Check that two models have the same gradients bit for bit."""
+    for left, right in zip(mine.parameters(), theirs.parameters(), strict=True):
+        assert torch.equal(left.grad, right.grad)
