@@ -25,23 +25,19 @@ import torch
 from torch import fx
 
 from planner._graph_capture.errors import CaptureError
+from planner._graph_capture.joint_graph.duplicates import without_duplicates
 from planner._graph_capture.joint_graph.inplace import can_write_inplace
 from planner._graph_capture.joint_graph.reduced_losses import SHRUNK, in_its_storage
-from planner._graph_capture.joint_graph.replay import is_random
 from planner._graph_capture.joint_graph.walks import ancestors, descendants, operands, readers
 from planner._graph_capture.torch_compat import (
     OpOverload,
     copied_module,
     cotangent_sources,
-    eliminate_common_subexpressions,
     gradient_targets,
     mutated_inputs,
     pytree,
     same_sizes,
 )
-
-_NUMBER = "checkpoint_planner_number"
-"""A keyword that distinguishes random ops while duplicates are eliminated."""
 
 
 @dataclass(frozen=True)
@@ -95,7 +91,7 @@ def clean_joint_graph(
 ) -> JointGraph:
     """The joint graph without dead code, duplicates, and the backward of outputs for which
     `cotangents` is false.  The given module is not changed."""
-    graph = _without_duplicates(module.graph)
+    graph = without_duplicates(module.graph)
     _remove_whole_slices(graph)
     _describe_whole_storages(graph)
     placeholders = graph.find_nodes(op="placeholder")
@@ -132,26 +128,6 @@ def _forward_first(graph: fx.Graph, num_forward_outputs: int) -> None:
     for node in nodes[nodes.index(first):]:
         if node in forward:
             first.prepend(node)
-
-
-def _without_duplicates(graph: fx.Graph) -> fx.Graph:
-    """A copy of the graph in which ops that compute the same value are one.
-
-    Random ops stay: torch's pass recognizes only some of them, so all get a number that
-    distinguishes them.
-    """
-    random = {node: node.kwargs for node in graph.nodes if is_random(node)}
-    try:
-        for number, (node, kwargs) in enumerate(random.items()):
-            node.kwargs = {**kwargs, _NUMBER: number}
-        unique = eliminate_common_subexpressions(graph)
-    finally:
-        for node, kwargs in random.items():
-            node.kwargs = kwargs
-    for node in unique.nodes:
-        if _NUMBER in node.kwargs:
-            node.kwargs = {key: value for key, value in node.kwargs.items() if key != _NUMBER}
-    return unique
 
 
 def _remove_whole_slices(graph: fx.Graph) -> None:

@@ -43,7 +43,6 @@ from torch._dynamo.symbolic_convert import InstructionTranslatorBase
 from torch._dynamo.types import FrameAction, FrameExecStrategy
 from torch._dynamo.variables.lists import TupleVariable
 from torch._dynamo.variables.tensor import TensorVariable
-from torch._functorch.compile_utils import fx_graph_cse
 from torch._functorch.partitioners import _extract_fwd_bwd_modules
 from torch._guards import TracingContext
 from torch._ops import HigherOrderOperator as HigherOrderOperator
@@ -52,9 +51,6 @@ from torch.fx.graph import CodeGen
 from torch.utils import _pytree as pytree
 
 PartitionFunction = Callable[..., tuple[fx.GraphModule, fx.GraphModule]]
-
-eliminate_common_subexpressions = fx_graph_cse
-"""Merges ops of an fx graph that compute the same value; random and mutating ops stay apart."""
 
 
 def schema_of(op: OpOverload) -> torch.FunctionSchema:

@@ -45,7 +45,6 @@ REQUIRED: dict[str, tuple[str, ...]] = {
         "torch._dynamo.variables.tensor.TensorVariable",
         "torch._dynamo.variables.tensor.TensorVariable.method___setitem__(self, tx, key, value)",
         *_of("torch._dynamo.types", "FrameAction.DEFAULT", "FrameExecStrategy"),
-        "torch._functorch.compile_utils.fx_graph_cse(graph)",
         *_of("torch._functorch.config", "backward_pass_autocast", "debug_assert", "donated_buffer",
              "enable_autograd_cache", "patch"),
         "torch._functorch.partitioners._extract_fwd_bwd_modules("
