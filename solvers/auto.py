@@ -2,14 +2,14 @@
 
 The stages are: a first schedule (`solvers.incumbent`: a lazy walk, or the search for the smallest
 peak, which alone decides that nothing fits); the time-cut MILP with one cut; candidate
-recomputations and a first further cut; square root; dynamic program; then turns of the MILP
-(`solvers.ilp`) and of local search.  The result is the best schedule and the best bound of all
-stages.
+recomputations and a first further cut; the simple stages (square root, dynamic program, checkpoints
+with eviction between them); then turns of the MILP (`solvers.ilp`) and of local search.  The result
+is the best schedule and the best bound of all stages.
 
 Work is counted, not timed.  The search ends with a proof; after its work (`WORK`); after `PATIENCE`
 of it without a gain; when the gap is too small to be worth the rest (`GOOD_ENOUGH`); or when the
 MILP is settled and local search finds nothing.  A search of counted work that starts from a
-schedule within the budget leaves out square root and dynamic program.
+schedule within the budget leaves out the simple stages.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from planner.solvers.ilp import CutSearch, one_cut_bound
 from planner.solvers.incumbent import Incumbent
 from planner.solvers.local_search import improve, move_work
 from planner.solvers.minimum import working_set_floor
+from planner.solvers.nested import nested
 from planner.solvers.problem import Problem
 from planner.solvers.sqrt_n import sqrt_n
 from planner.solvers.task import Proposal, Task
@@ -79,11 +80,20 @@ def _search(task: Task, incumbent: Incumbent, *, goes_on: bool, gap_counts: bool
     whole = task.seconds_left if is_timed else task.work_limit
     patience_of_settled = PATIENCE_OF_SETTLED * whole
     search = CutSearch(task, incumbent)
+    simple_stages = not goes_on
     turn, moves, fruitless_work, local_work = 0, FIRST_TURN_MOVES, 0.0, 0.0
     owed = 0.0  # work of local search that the MILP has to match before it goes on
     level, gained_at = incumbent.gap, 0.0
     while not incumbent.proven and task.seconds_left > 0:
         work = search.work + local_work
+        if turn >= FIRST_TURNS or work >= whole:
+            if simple_stages:
+                _offer_simple_stages(task, incumbent)
+                simple_stages = False
+            if gap_counts and incumbent.fits:
+                whole += WORK_OF_GAP * incumbent.gap
+                search.work_limit = whole
+                gap_counts = False
         spent = 1 - task.seconds_left / whole if is_timed else work / whole
         if spent >= 1 or incumbent.gap < GOOD_ENOUGH * min(1.0, 2 * spent) ** 3:
             break
@@ -101,11 +111,6 @@ def _search(task: Task, incumbent: Incumbent, *, goes_on: bool, gap_counts: bool
         if not search.settled and (
                 turn <= FIRST_TURNS or search.work <= owed or not incumbent.fits):
             search.turn()
-            if turn == FIRST_TURNS and not goes_on:
-                _offer_simple_stages(task, incumbent)
-            if turn == FIRST_TURNS and gap_counts and incumbent.fits:
-                whole += WORK_OF_GAP * incumbent.gap
-                search.work_limit = whole
             continue
         before = incumbent.cost
         incumbent.offer(improve(
@@ -124,7 +129,7 @@ def _search(task: Task, incumbent: Incumbent, *, goes_on: bool, gap_counts: bool
 
 
 def _offer_simple_stages(task: Task, incumbent: Incumbent) -> None:
-    for stage in (sqrt_n, dp):
+    for stage in (sqrt_n, dp, nested):
         if not incumbent.proven:
             incumbent.offer(as_order(stage(task).schedule))
             incumbent.report(stage.__name__)

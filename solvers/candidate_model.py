@@ -57,10 +57,10 @@ class CandidateAnswer:
 
 def best_of_candidates(problem: Problem, budget_bytes: int, template: Order, *, deadline: float,
                        nodes: int | None = None, limit: float = math.inf,
-                       start: Order | None = None, moments: Iterable[Moment] = (),
-                       seed: int = 0) -> CandidateAnswer:
+                       all_work: float = math.inf, start: Order | None = None,
+                       moments: Iterable[Moment] = (), seed: int = 0) -> CandidateAnswer:
     """Find the cheapest schedule within the budget that only drops recomputations from `template`.
-    `nodes` and `limit` (of work) apply to each round of solving.
+    `nodes` and `limit` (of work) apply to each round of solving; no round begins after `all_work`.
 
     `start`: such a schedule, to start from.  `moments`: where memory is expected to be tight.
     """
@@ -88,6 +88,8 @@ def best_of_candidates(problem: Problem, budget_bytes: int, template: Order, *, 
             peaks.sort(key=lambda p: (-memory[p], p))
             if not sum(model.watch(places[p]) for p in peaks[:ROWS_PER_ROUND]):
                 return CandidateAnswer(best, model.moments, settled, work)
+            if work >= all_work:
+                return CandidateAnswer(best, model.moments, False, work)
         if not settled:
             break  # a finer gap is out of reach
     return CandidateAnswer(best, model.moments, settled, work)
@@ -133,7 +135,7 @@ class _CandidateModel:
 
     def used_by(self, schedule: Order) -> set[int]:
         """Return the candidates that a schedule uses; those not in the template are left out."""
-        used, seen, low, waiting = set(), set(), 0, []
+        used, seen, low, place, waiting = set(), set(), 0, 0, []
         for op in schedule:
             if op in seen:
                 waiting.append(op)
@@ -142,10 +144,12 @@ class _CandidateModel:
             high = self.first[op]
             for again in waiting:
                 candidates = self._candidates_of[again]
-                at = bisect_left(candidates, low)
-                if at < len(candidates) and candidates[at] < high:
-                    used.add(candidates[at])
-            low, waiting = high, []
+                for at in (bisect_left(candidates, start) for start in (place, low)):
+                    if at < len(candidates) and candidates[at] < high:
+                        used.add(candidates[at])
+                        place = candidates[at] + 1
+                        break
+            low, place, waiting = high, high, []
         return used
 
     @property
@@ -373,11 +377,25 @@ def block_offers(problem: Problem, region: Region, chain: tuple[Frontier, ...]) 
     return offers
 
 
-def template(problem: Problem, *offers: Offers) -> Order:
-    """Return the schedule with all offered recomputations, in the order of the ops before each
-    first run."""
+def template(problem: Problem, base: Order, *offers: Offers) -> Order:
+    """Return the schedule `base` with all offered recomputations: before each first run, those of
+    `base` in their order, and each other one before the first of these that is of a later op."""
     schedule: list[int] = []
-    for first in range(len(problem)):
-        schedule.extend(sorted(set().union(*(offer.get(first, ()) for offer in offers))))
-        schedule.append(first)
+    recomputed: list[int] = []
+    seen = [False] * len(problem)
+    for op in (*base, len(problem)):
+        if op < len(problem) and seen[op]:
+            recomputed.append(op)
+            continue
+        others = sorted(set().union(*(offer.get(op, ()) for offer in offers))
+                        - set(recomputed))
+        for again in recomputed:
+            while others and others[0] < again:
+                schedule.append(others.pop(0))
+            schedule.append(again)
+        schedule += others
+        recomputed = []
+        if op < len(problem):
+            schedule.append(op)
+            seen[op] = True
     return tuple(schedule)

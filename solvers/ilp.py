@@ -164,13 +164,13 @@ class CutSearch:
         """Choose again among the known recomputations, then also among those of whole blocks."""
         task, incumbent = self._task, self._incumbent
         before = incumbent.schedule
-        known = offers_of(task.problem, [self._relaxed, before, *task.ideas])
+        known = offers_of(task.problem, [self._relaxed, *task.ideas])
         for offers in ((known,), (known, self._blocks)):
             answer = best_of_candidates(
-                task.problem, task.budget_bytes, template(task.problem, *offers),
+                task.problem, task.budget_bytes, template(task.problem, before, *offers),
                 start=incumbent.schedule if incumbent.fits else None, moments=self._moments,
                 seed=task.seed, nodes=self._candidate_nodes, limit=self._work_for_model,
-                deadline=task.deadline)
+                all_work=self.work_limit - self.work, deadline=task.deadline)
             self._moments = answer.moments
             self._candidate_work += answer.work
             if answer.schedule is not None:

@@ -15,6 +15,7 @@ simulator.
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import numpy as np
@@ -49,10 +50,13 @@ def lazy_schedule(problem: Problem, budget_bytes: int) -> Order | None:
 
 
 def counted_walk(problem: Problem, budget_bytes: int, heuristic: EvictionHeuristic, max_runs: int,
-                 *, max_work: float = math.inf) -> tuple[Order | None, float]:
+                 *, max_work: float = math.inf, checkpoints: Collection[int] = ()
+                 ) -> tuple[Order | None, float]:
     """Like `lazy_schedule`, but also return the work of the walk (see `solvers.milp.MilpResult`),
-    which gives up after `max_runs` runs or `max_work`."""
+    which gives up after `max_runs` runs or `max_work`.  Storages of `checkpoints` stay alive until
+    their last read."""
     walk = _Walk(problem, budget_bytes, heuristic, max_runs, max_work)
+    walk.checkpoint[list(checkpoints)] = True
     try:
         for op in range(len(problem)):
             walk.first_run(op)
@@ -105,6 +109,7 @@ class _Walk:
         self.base = np.array([float(max(s, 1)) ** heuristic.size for s in self.size])
         self.evictable = np.array([not s.kept_to_end and s.size_bytes > 0
                                    for s in problem.storages], dtype=bool)
+        self.checkpoint = np.zeros(count, dtype=bool)
         self.free_replay = _replayable_from_nothing(problem)
 
     def first_run(self, op: int) -> None:
@@ -191,7 +196,8 @@ class _Walk:
             try:
                 self._evict_until(self.budget - need)
             except _NoHeadroom:
-                if candidate is None or not self._may_evict(candidate, after, {}):
+                if (candidate is None or self.checkpoint[candidate]
+                        or not self._may_evict(candidate, after, {})):
                     raise
                 self._evict(candidate, after)
                 self._evict_until(self.budget - need)
@@ -208,6 +214,8 @@ class _Walk:
             raise _NoHeadroom
         now = self.stage
         use = self._next_uses(victims)
+        spared = self.checkpoint[victims] & (use < self.never)
+        victims, use = victims[~spared], use[~spared]
         dead = use >= self.never
         heuristic = self.heuristic
         scores = (np.maximum(self.neighborhood.price[victims], 1e-9) ** heuristic.cost

@@ -31,7 +31,7 @@ def sqrt_n(task: Task) -> Proposal:
     tried: set[frozenset[int]] = set()
     for segments in range(1, len(chain) + 2):
         retained = frozenset().union(
-            region.forced, *(f.storages for f in _evenly(problem, region.ops, chain, segments)))
+            region.forced, *(f.storages for f in evenly(problem, region.ops, chain, segments)))
         if retained in tried:
             continue
         tried.add(retained)
@@ -46,7 +46,7 @@ def sqrt_n(task: Task) -> Proposal:
     return Proposal(best)
 
 
-def _evenly(problem: Problem, ops: tuple[int, ...], chain: tuple[Frontier, ...],
+def evenly(problem: Problem, ops: tuple[int, ...], chain: tuple[Frontier, ...],
             segments: int) -> list[Frontier]:
     """Return the frontiers nearest to the places that split the ops into segments of equal bytes.
     """

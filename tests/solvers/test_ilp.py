@@ -79,8 +79,9 @@ def test_polish_saves_cost_and_keeps_to_the_budget(data: st.DataObject) -> None:
 @given(data=st.data())
 def test_slots_find_the_best_part_of_a_template(data: st.DataObject) -> None:
     problem = data.draw(problems(max_ops=7))
-    whole = data.draw(schedules(problem, max_recomputations=6))
-    offered = template(problem, offers_of(problem, [whole]))
+    whole = data.draw(schedules(problem, max_recomputations=3))
+    other = data.draw(schedules(problem, max_recomputations=3))
+    offered = template(problem, whole, offers_of(problem, [other]))
     peak, _ = simulate(problem, offered)
     budget = data.draw(st.integers(max(0, peak - 8), peak))
     found = best_of_candidates(
@@ -113,10 +114,20 @@ def _parts(problem, offered):
         yield evaluate(problem, [op for p, op in enumerate(offered) if p not in out])
 
 
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_a_template_keeps_the_order_of_its_base(data: st.DataObject) -> None:
+    problem = data.draw(problems(max_ops=8))
+    base, other = (data.draw(schedules(problem, max_recomputations=5)) for _ in range(2))
+    assert template(problem, base) == base
+    offered = iter(template(problem, base, offers_of(problem, [other])))
+    assert all(op in offered for op in base)  # as a subsequence
+
+
 def test_blocks_offer_what_their_readers_need() -> None:
     problem = training_chain(6)
     pivot = unroll(problem, problem.keep_all_schedule).peak_position
     region = region_after(problem, pivot)
     offers = block_offers(problem, region, narrow_frontiers(problem, region, 2))
-    simulate(problem, template(problem, offers))
+    simulate(problem, template(problem, problem.keep_all_schedule, offers))
     assert set().union(*offers.values()) >= set(region.ops) - {pivot}
