@@ -30,8 +30,9 @@ from planner.solvers.task import Proposal, Task
 
 WORK, WORK_PER_OP = 4.0, 5e-4
 """Work (see `solvers.milp.MilpResult`) of the whole search."""
-WORK_OF_GAP = 100.0
-"""Additional work of a default search, times the gap that the first turns leave."""
+WORK_OF_GAP, WIDEST_GAP = 100.0, 0.2
+"""Additional work of a default search, times the gap that the first turns leave, or at most this
+one."""
 PATIENCE = 0.35
 """The search ends after this fraction of its work without a gain of `WORTH`."""
 WORTH = 1e-3
@@ -91,7 +92,7 @@ def _search(task: Task, incumbent: Incumbent, *, goes_on: bool, gap_counts: bool
                 _offer_simple_stages(task, incumbent)
                 simple_stages = False
             if gap_counts and incumbent.fits:
-                whole += WORK_OF_GAP * incumbent.gap
+                whole += WORK_OF_GAP * min(incumbent.gap, WIDEST_GAP)
                 search.work_limit = whole
                 gap_counts = False
         spent = 1 - task.seconds_left / whole if is_timed else work / whole

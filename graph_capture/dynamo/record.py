@@ -442,7 +442,7 @@ def record_training_step(
                 output = fake_copy.call(model)
                 if holds_output or not outputs:  # Keep that of the run that captures graphs.
                     outputs.append(output)
-                goal = objective(output, loss_fn)
+                goal = objective(output, loss_fn, fake_copy)
             del output
             before_backward()
             goal.backward()

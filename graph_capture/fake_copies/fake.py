@@ -42,6 +42,8 @@ from planner._graph_capture.fake_copies.skipped_blocks import SkippedBlocks, run
 from planner._graph_capture.memory.allocator import allocated_bytes
 from planner._graph_capture.memory.sparse import strided_tensors
 from planner._graph_capture.module_forward import rebound, take_down
+from planner._graph_capture.output_tensors import output_tensors
+from planner._graph_capture.outside_state import OutsideState
 from planner._graph_capture.random_state import Dice
 from planner._graph_capture.torch_compat import (
     FakeTensor,
@@ -90,6 +92,10 @@ class FakeCopy:
     """Dtype of the `torch.autocast` around forward and loss in the user's loop."""
     dice: Dice = field(default_factory=Dice)
     """The random generators of Python and NumPy where the call begins."""
+    outside: OutsideState = field(default_factory=OutsideState)
+    """What the model's code reaches outside of it, where the call begins."""
+    left: list[torch.Tensor] = field(default_factory=list)
+    """Tensors that the last call has left outside of the model."""
     skipped: SkippedBlocks = ()
     """Blocks that the call skips, which are to run all the same."""
     kernels: DeviceKernels | None = None
@@ -126,18 +132,30 @@ class FakeCopy:
 
     def call(self, model: Callable[..., Any] | None = None) -> Any:
         """The output of the model, or of what stands for it, in one call; each call throws the same
-        dice."""
+        dice and finds the same outside of the model."""
         if self.answers is not None and hasattr(self.mode, "answer_with"):
             self.mode.answer_with(self.answers)
         args, kwargs = self.arguments()
-        with self.dice.again(), running_skipped(self.model, self.skipped):
-            return (model or self.callee)(*args, **kwargs)
+        with (self.dice.again(), self.outside.again(),
+              running_skipped(self.model, self.skipped)):
+            output = (model or self.callee)(*args, **kwargs)
+            self.left[:] = self.outside.tensors()
+        return output
+
+    def left_by_call(self) -> list[torch.Tensor]:
+        """Tensors in attributes of the model, and those that the last call has left outside."""
+        attributes = [value for module in self.model.modules()
+                      for name, value in vars(module).items() if name not in _CHILDREN]
+        return [*output_tensors(attributes), *self.left]
 
     def arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments of one call, which may write into its containers."""
         found: tuple[tuple[Any, ...], dict[str, Any]] = in_own_containers(
             self.model, (self.args, self.kwargs))
         return found
+
+
+_CHILDREN = ("_parameters", "_buffers", "_modules")
 
 
 def make_fake_copy(model: nn.Module, args: tuple[Any, ...] = (),
@@ -158,7 +176,9 @@ def make_fake_copy(model: nn.Module, args: tuple[Any, ...] = (),
     _refuse_what_cannot_be_faked(model)
     planned = device_planned_for(model, device)
     copier = FakeCopier(planned if _can_trace(planned) else torch.device("cpu"))
-    fake_copy = fake_copy_by(copier, model, args, kwargs or {}, tuple(extra), planned)
+    fake_copy = replace(
+        fake_copy_by(copier, model, args, kwargs or {}, tuple(extra), planned),
+        outside=OutsideState(model))
     if capability is None or planned.type != "cuda" or copier.device == planned:
         return fake_copy
     return replace(fake_copy, kernels=DeviceKernels(capability))

@@ -156,7 +156,8 @@ def storage_less_copy(fake_copy: FakeCopy, extra: tuple[Any, ...] = (), *,
         fake_copy.device)
     return replace(
         made, answers=fake_copy.answers, autocast=fake_copy.autocast, kernels=fake_copy.kernels,
-        dice=fake_copy.dice, skipped=fake_copy.skipped, copied=fake_copy)
+        dice=fake_copy.dice, outside=fake_copy.outside, skipped=fake_copy.skipped,
+        copied=fake_copy)
 
 
 class StorageLessMode(TorchDispatchMode):

@@ -8,7 +8,7 @@ which the caller keeps alive to the end of the backward.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
@@ -60,15 +60,26 @@ class OpenLoss:
 
     largest_bytes: float
     """Larger tensors, such as logits, are assumed to be only for inspection."""
+    with_left: bool = False
+    """True if he also differentiates tensors that a call leaves elsewhere, such as auxiliary
+    losses in a list."""
 
-    def __call__(self, output: Any) -> Objective:
-        """All tensors of the output that the caller may differentiate."""
+    def __call__(self, output: Any, left: Iterable[torch.Tensor] = ()) -> Objective:
+        """All tensors that the caller may differentiate; `left`: found where a call may leave some.
+        """
         goal = objective(output, None)
-        if len(goal.roots) > 1 or goal.seeds != (None,):
-            return goal
-        beside = tuple(tensor for tensor in output_tensors(output)
+        returned = output_tensors(output)
+        beside: list[torch.Tensor] = []
+        if len(goal.roots) == 1 and goal.seeds == (None,):
+            beside += [tensor for tensor in returned
                        if tensor.requires_grad and tensor is not goal.roots[0]
-                       and tensor.nbytes <= self.largest_bytes)
+                       and tensor.nbytes <= self.largest_bytes]
+        if self.with_left:
+            others = {id(tensor): tensor for tensor in left if tensor.grad_fn is not None}
+            of_call = _nodes(goal.roots)
+            beside += [tensor for key, tensor in others.items()
+                       if key not in {*map(id, returned)}
+                       and not of_call.isdisjoint(_nodes([tensor]))]
         if not beside:
             return goal
         roots = (*goal.roots, *beside)
@@ -102,11 +113,15 @@ class LossFootprint:
     size."""
 
 
-def objective(output: Any, loss_fn: LossFn | None) -> Objective:
-    """The roots and cotangents of the step's backward; see the module's rule.
+def objective(output: Any, loss_fn: LossFn | None, fake_copy: FakeCopy | None = None) -> Objective:
+    """The roots and cotangents of the step's backward; see the module's rule.  `fake_copy`: the one
+    whose last call has returned the output.
 
     Raises `CaptureError` if nothing can be differentiated, or a given loss is no scalar.
     """
+    if isinstance(loss_fn, OpenLoss):
+        return loss_fn(output, () if fake_copy is None or not loss_fn.with_left
+                       else fake_copy.left_by_call())
     if loss_fn is not None:
         loss = loss_fn(output)
         return loss if isinstance(loss, Objective) else _of_scalar(
@@ -124,6 +139,18 @@ def objective(output: Any, loss_fn: LossFn | None) -> Objective:
             "parameters; where tensors are hidden in an object, keep them in its attributes, or "
             "return them")
     return Objective(roots, tuple(torch.ones_like(root) for root in roots))
+
+
+def _nodes(tensors: Iterable[torch.Tensor]) -> set[Any]:
+    """The nodes of the tensors' autograd graph but for its leaves, which calls share."""
+    found: set[Any] = set()
+    pending = [tensor.grad_fn for tensor in tensors]
+    while pending:
+        node = pending.pop()
+        if node is not None and node.next_functions and node not in found:
+            found.add(node)
+            pending += [following for following, _ in node.next_functions]
+    return found
 
 
 def _as_leaf(tensor: torch.Tensor) -> torch.Tensor:
@@ -156,7 +183,7 @@ def trace_loss(loss_fn: LossFn | None, output: Any, fake_copy: FakeCopy,
 
     with fake_copy.as_on_device(), fake_copy.mode, tracker:
         with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-            goal = objective(output, loss_fn)
+            goal = objective(output, loss_fn, fake_copy)
         forward_peak, retained = tracker.peak_bytes, tracker.live_bytes
         tracker.restart_peak()
         tracker.start_of_backward()

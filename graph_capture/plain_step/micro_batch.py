@@ -113,7 +113,7 @@ def _trace(fake_copy: FakeCopy, loss_fn: LossFn | None, workspace: Workspace,
                     look(fake_copy, output, loss_fn)
                 loss_begins = tracker.event_count
                 with fake_copy.mode, tracker:
-                    goal = objective(output, loss_fn)
+                    goal = objective(output, loss_fn, fake_copy)
                 if scaled:
                     goal = _scaled(goal, fake_copy, tracker)
             # As when a user's outermost autocast ends: casts of parameters are not kept.

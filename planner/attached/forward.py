@@ -45,6 +45,7 @@ from planner._graph_capture.errors import CaptureError
 from planner._graph_capture.model_state import remembered_state
 from planner._graph_capture.module_forward import Forward, in_place_of_forward
 from planner._graph_capture.output_tensors import output_tensors
+from planner._graph_capture.outside_state import OutsideState
 from planner._graph_capture.plain_step.loss import Until
 from planner._graph_capture.plain_step.observed_loss import (
     LossWatch,
@@ -241,6 +242,7 @@ class PlanningForward(ObservingForward):
                         "budget; steps are planned with these outputs from now on", self._name)
             self._has_other_loss = True
             self.graphs.clear()
+            self._unforeseen_bytes = 0  # as written, it took more than it will
         # Calls may take turns: the one after a graph's is tried first, the last one's next.
         after = None if self.running is None else self.running.followed_by()
         for graph in sorted(self.graphs, key=lambda graph: (graph is not after,
@@ -307,11 +309,15 @@ class PlanningForward(ObservingForward):
         """Run the step on a graph with symbolic sizes, planned for them where no plan serves them;
         returns the graph and the output, `None` where there is no such graph."""
         graph.note_sizes(call, named)
+        before = None if call in self._served else (
+            OutsideState(self.__self__, with_attributes=True))
         for _ in range(_TRIES):
             self._bring_up_to_date(graph, call, present, args, kwargs)
             try:
                 output = self._run(graph, args, kwargs, is_trial=not graph.has_run)
             except SizesNotPlanned as unknown:
+                if before is not None:
+                    before.put_back()
                 try:
                     self._plan_sizes(graph, unknown.graph, call, present, args, kwargs)
                 except CaptureError as error:
@@ -329,7 +335,9 @@ class PlanningForward(ObservingForward):
                 if graph not in self.graphs:
                     self.graphs.insert(0, graph)
                 return graph, output
-        raise PlanMismatch("no schedule was found that serves these sizes")
+        self._symbolic.give_up(graph, call, PlanMismatch(
+            "the model's code takes another path in each run of the same step"))
+        return None
 
     def _plan_sizes(self, graph: SymbolicGraph, target: SymbolicCallable, call: Call,
                     present: Present, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -572,6 +580,9 @@ class PlanningForward(ObservingForward):
         planner = graph.planner
         if planner is None or running_node_number() is not None:  # a checkpoint calls it again
             return
+        if self._has_other_loss and graph.loss is None:
+            graph.loss = planner.assumed_loss  # a watch sees the first of several backwards
+            self._learned += 1
         if planner.loss_is_outside and graph.loss is None and graph.unmeasured is None:
             watch = LossWatch(output, partial(_note_loss, ref(self), ref(graph)))
             graph.steps_to_observe.add(self._counts.steps)

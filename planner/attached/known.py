@@ -202,7 +202,8 @@ class GraphPlanner:
               planning: Planning) -> None:
         """Capture the step in these regions."""
         kept = self._kept_code if planning.regions == self._kept_regions else None
-        unknown = OpenLoss(math.inf if self._has_other_loss else self._input_bytes)
+        unknown = (OpenLoss(math.inf, with_left=True) if self._has_other_loss
+                   else OpenLoss(self._input_bytes))
         early = self._early if self._may_free(planning) else None
         headroom = self._probe_headroom(model)
         with watched(None) as report:

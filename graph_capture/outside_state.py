@@ -1,0 +1,228 @@
+"""State outside of a model that its code changes: a counter in a dict, a list that a hook fills.
+
+A plan is made by calling copies of the model, several times.  Attributes of its modules are copied
+with it; what its code reaches by globals, closures and default arguments is not, and is put back
+after each call.
+
+The model of the world: the forwards of a model's modules and their hooks name what they reach;
+methods and functions that they name are followed.  Lists, dicts, sets, objects with attributes,
+tensors and random generators are put back, and globals that are bound anew.
+
+Blind spots: objects of other languages, iterators, modules that are not part of the model,
+attributes of classes, containers of more than 10,000 items, tensors of more than 1 MiB.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dis
+import functools
+import inspect
+import random
+import types
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Self
+
+import numpy
+import torch
+from torch import nn
+
+from planner._graph_capture.torch_compat import no_active_modes
+
+_MOST_ITEMS = 10_000
+_LARGEST_TENSOR_BYTES = 2**20
+_MOST_OBJECTS = 5_000
+"""Objects that are looked at; code that reaches more is no model's."""
+_MACHINERY = frozenset({"torch", "torchvision", "planner", "numpy", "logging", "threading",
+                        "builtins", "functools", "warnings", "contextlib", "typing", "enum"})
+"""Packages whose functions and objects have no state of a model's."""
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_STORE_GLOBAL = dis.opmap["STORE_GLOBAL"]
+
+
+class OutsideState:
+    """That state at some moment."""
+
+    def __init__(self, model: nn.Module | None = None, *, with_attributes: bool = False) -> None:
+        """`None`: no state.  `with_attributes`: those of the model's modules, too, but for
+        parameters and buffers."""
+        found = _Search() if model is None else _Search.of(model, with_attributes)
+        self._places, self._containers = found.places, found.containers
+        self._values = self._read()
+
+    @contextlib.contextmanager
+    def again(self) -> Iterator[None]:
+        """Inside, the state is as it was at that moment; behind it, it is what it is now."""
+        now = self._read()
+        self.put_back()
+        try:
+            yield
+        finally:
+            self._put(now)
+
+    def put_back(self) -> None:
+        """Have the state as it was at that moment."""
+        self._put(self._values)
+
+    def tensors(self) -> list[torch.Tensor]:
+        """The tensors that its containers and objects contain now."""
+        return [each for container in self._containers
+                for each in (container.values() if isinstance(container, dict) else container)
+                if isinstance(each, torch.Tensor)]
+
+    def _read(self) -> list[Any]:
+        with no_active_modes():
+            return [place.read() for place in self._places]
+
+    def _put(self, values: Iterable[Any]) -> None:
+        with no_active_modes(), torch.no_grad():
+            for place, value in zip(self._places, values, strict=True):
+                place.put(value)
+
+
+class _Place:
+    """One container, object, tensor or generator."""
+
+    def __init__(self, read: Callable[[], Any], put: Callable[[Any], object]) -> None:
+        self.read, self.put = read, put
+
+
+class _Search:
+    """The places that a model's code reaches."""
+
+    def __init__(self) -> None:
+        self.places: list[_Place] = []
+        self.containers: list[Any] = []
+        self._seen: dict[int, object] = {}  # kept alive, so that identities stay
+        self._seen_methods: set[tuple[type, str]] = set()
+        self._pending: deque[object] = deque()
+
+    @classmethod
+    def of(cls, model: nn.Module, with_attributes: bool) -> Self:
+        """A search that is done."""
+        search = cls()
+        for module in model.modules():
+            attributes = vars(module)
+            if with_attributes:
+                search._container(attributes)
+            search._pending += [hook for kind in _HOOKS for hook in attributes[kind].values()]
+            search._pending.append(attributes.get("forward"))
+            search._methods(type(module), "forward")
+        while search._pending and len(search._seen) < _MOST_OBJECTS:
+            search._visit(search._pending.popleft())
+        return search
+
+    def _visit(self, value: Any) -> None:
+        if id(value) in self._seen or isinstance(value, _NO_STATE):
+            return
+        self._seen[id(value)] = value
+        if isinstance(value, functools.partial):
+            self._pending += [value.func, *value.args, *value.keywords.values()]
+        elif isinstance(value, types.MethodType):
+            self._pending += [value.__func__, value.__self__]
+        elif isinstance(value, types.FunctionType):
+            self._function(value)
+        elif isinstance(value, torch.Tensor):
+            self._tensor(value)
+        elif isinstance(value, list | deque | set | dict):
+            self._container(value)
+        elif isinstance(value, random.Random):
+            self.places.append(_Place(value.getstate, value.setstate))
+        elif isinstance(value, numpy.random.Generator):
+            bits = value.bit_generator
+            self.places.append(_Place(lambda: bits.state,
+                                      lambda state: setattr(bits, "state", state)))
+        elif isinstance(value, torch.Generator):
+            self.places.append(_Place(value.get_state, value.set_state))
+        elif isinstance(value, tuple):
+            self._pending += value
+        elif not _is_machinery(type(value)) and isinstance(
+                attributes := getattr(value, "__dict__", None), dict):
+            if callable(value):
+                self._methods(type(value), "__call__")
+            self._container(attributes)
+
+    def _methods(self, kind: type, name: str) -> None:
+        """Visit a method of a class, and those that it names."""
+        found = inspect.getattr_static(kind, name, None)
+        function = inspect.unwrap(getattr(found, "__func__", getattr(found, "fget", found)))
+        if isinstance(function, types.FunctionType) and (kind, name) not in self._seen_methods:
+            self._seen_methods.add((kind, name))
+            self._pending.append(function)
+            for other in _names(function.__code__):
+                self._methods(kind, other)
+
+    def _function(self, function: types.FunctionType) -> None:
+        if _is_machinery(function):
+            return
+        variables = function.__globals__
+        self._pending += [variables[name] for name in _names(function.__code__)
+                          if name in variables]
+        self._pending += [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
+        for cell in function.__closure__ or ():
+            with contextlib.suppress(ValueError):  # not bound yet
+                self._pending.append(cell.cell_contents)
+        for name in _bound_anew(function.__code__):
+            if name in variables:
+                self.places.append(_Place(functools.partial(variables.get, name),
+                                          functools.partial(variables.__setitem__, name)))
+
+    def _container(self, value: Any) -> None:
+        if len(value) > _MOST_ITEMS:
+            return
+        self.containers.append(value)
+        if isinstance(value, dict):
+            self._pending += value.values()
+            self.places.append(_Place(lambda: dict(value), functools.partial(_put_dict, value)))
+        else:
+            self._pending += value
+            self.places.append(_Place(lambda: list(value), functools.partial(_put_items, value)))
+
+    def _tensor(self, tensor: torch.Tensor) -> None:
+        if type(tensor) is torch.Tensor and tensor.layout is torch.strided and (
+                not tensor.is_meta and tensor.nbytes <= _LARGEST_TENSOR_BYTES):
+            def put(value: torch.Tensor) -> None:
+                if not torch.equal(tensor, value):
+                    tensor.copy_(value)
+
+            self.places.append(_Place(lambda: tensor.detach().clone(), put))
+
+
+_NO_STATE = (nn.Module, type, types.ModuleType, types.BuiltinFunctionType, torch.optim.Optimizer,
+             str, int, float, bytes, type(None))
+
+
+def _is_machinery(described: Any) -> bool:
+    return str(getattr(described, "__module__", None)).partition(".")[0] in _MACHINERY
+
+
+@functools.lru_cache(maxsize=4096)
+def _names(code: types.CodeType) -> frozenset[str]:
+    """The globals and attributes that code names."""
+    inner = (each for each in code.co_consts if isinstance(each, types.CodeType))
+    return frozenset(code.co_names).union(*map(_names, inner))
+
+
+@functools.lru_cache(maxsize=4096)
+def _bound_anew(code: types.CodeType) -> tuple[str, ...]:
+    """The globals that code binds."""
+    if _STORE_GLOBAL not in code.co_code[::2]:
+        return ()
+    return tuple(step.argval for step in dis.get_instructions(code)
+                 if step.opcode == _STORE_GLOBAL)
+
+
+def _put_dict(value: dict[Any, Any], before: dict[Any, Any]) -> None:
+    if len(value) != len(before) or any(
+            name not in value or value[name] is not each for name, each in before.items()):
+        value.clear()
+        value.update(before)
+
+
+def _put_items(value: Any, before: list[Any]) -> None:
+    now = list(value)
+    if len(now) != len(before) or any(
+            mine is not other for mine, other in zip(now, before, strict=True)):
+        value.clear()
+        (value.update if isinstance(value, set) else value.extend)(before)
