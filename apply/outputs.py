@@ -25,6 +25,8 @@ from planner._graph_capture.joint_graph.joint import tensors_of
 from planner._graph_capture.joint_graph.lower import LoweredRegion
 from planner._graph_capture.torch_compat import FakeTensor, no_subclass_functions, storage_key
 
+_LITTLE = 4096
+"""Bytes that are not worth a warning: auxiliary losses in a list."""
 _OUTPUT_IS_HELD = (
     "the plan counts on the model's output being let go before the backward (hold_output=False), "
     "and {bytes:,} bytes of it are still held, so that the step may take that much more than the "
@@ -71,7 +73,7 @@ class OutputWatcher:
 
 def watch(outputs: Sequence[Any], places: Sequence[int], report: Callable[[int], None]) -> None:
     """Call `report` when the backward begins with the bytes of these outputs that are still alive;
-    do not call it if there are none, or if the step is only traced."""
+    do not call it if there are hardly any, or if the step is only traced."""
     if any(isinstance(outputs[place], FakeTensor) or is_storage_less(outputs[place])
            for place in places):
         return
@@ -85,7 +87,7 @@ def watch(outputs: Sequence[Any], places: Sequence[int], report: Callable[[int],
     def begun(_: object) -> None:
         held = sum(storage.nbytes() for found in storages.values()
                    if (storage := found()) is not None)
-        if held:
+        if held > _LITTLE:
             report(held)
 
     node.register_prehook(begun)

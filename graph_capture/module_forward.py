@@ -287,9 +287,10 @@ def hooks_and_classes(modules: Sequence[nn.Module]) -> tuple[tuple[int, ...], in
     others' classes, which changes if one is replaced by one of another class, or parametrized."""
     within = modules[1:]
     hooks = [hash((number, kind, id(getattr(hook, "__code__", type(hook)))))
-             for number, module in enumerate(within) for kind in _HOOKS
+             for number, module in enumerate(within) for kind in HOOKS
              if (found := vars(module)[kind]) for hook in found.values()]
     return tuple(hooks), hash(tuple(id(type(module)) for module in within))
 
 
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+"""Attributes of a module that contain its hooks."""

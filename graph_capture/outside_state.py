@@ -28,6 +28,7 @@ import numpy
 import torch
 from torch import nn
 
+from planner._graph_capture.module_forward import HOOKS
 from planner._graph_capture.torch_compat import no_active_modes
 
 _MOST_ITEMS = 10_000
@@ -37,7 +38,6 @@ _MOST_OBJECTS = 5_000
 _MACHINERY = frozenset({"torch", "torchvision", "planner", "numpy", "logging", "threading",
                         "builtins", "functools", "warnings", "contextlib", "typing", "enum"})
 """Packages whose functions and objects have no state of a model's."""
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _STORE_GLOBAL = dis.opmap["STORE_GLOBAL"]
 
 
@@ -106,7 +106,7 @@ class _Search:
             attributes = vars(module)
             if with_attributes:
                 search._container(attributes)
-            search._pending += [hook for kind in _HOOKS for hook in attributes[kind].values()]
+            search._pending += [hook for kind in HOOKS for hook in attributes[kind].values()]
             search._pending.append(attributes.get("forward"))
             search._methods(type(module), "forward")
         while search._pending and len(search._seen) < _MOST_OBJECTS:

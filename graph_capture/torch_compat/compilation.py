@@ -7,6 +7,7 @@ import functools
 import logging
 import sys
 import types
+import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
@@ -121,7 +122,7 @@ _donates_buffers: ContextVar[bool | None] = ContextVar("donates_buffers", defaul
 def compile_settings(*, donated_buffers: bool = False) -> Iterator[None]:
     """Settings under which models are captured and applied; the user's own are restored after.
 
-    - Calls of `logging` methods are skipped instead of breaking the graph.
+    - Calls of `logging` methods and `warnings.warn` are skipped instead of breaking the graph.
     - An error of the backend reaches the user instead of a silent fall-back to eager.
     - AOTAutograd's cache is not used (it would bypass the partitioner), and donated buffers, which
       forbid `retain_graph=True`, only on request: as the user set them.
@@ -152,7 +153,8 @@ def compile_settings(*, donated_buffers: bool = False) -> Iterator[None]:
                if callable(method := getattr(logging.Logger, name, None))}
     with (
         dynamo_config.patch(
-            ignore_logging_functions=set(dynamo_config.ignore_logging_functions) | loggers,
+            ignore_logging_functions={
+                *dynamo_config.ignore_logging_functions, *loggers, warnings.warn},
             suppress_errors=False,
             recompile_limit=max(dynamo_config.recompile_limit, 256),
             accumulated_recompile_limit=max(dynamo_config.accumulated_recompile_limit, 4096),

@@ -309,7 +309,7 @@ class PlanningForward(ObservingForward):
         """Run the step on a graph with symbolic sizes, planned for them where no plan serves them;
         returns the graph and the output, `None` where there is no such graph."""
         graph.note_sizes(call, named)
-        before = None if call in self._served else (
+        before = None if self._served.get(call) is graph else (
             OutsideState(self.__self__, with_attributes=True))
         for _ in range(_TRIES):
             self._bring_up_to_date(graph, call, present, args, kwargs)

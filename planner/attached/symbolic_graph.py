@@ -168,9 +168,10 @@ class SymbolicGraph(PlannedGraph):
         if (fixed := self._fixed()) is not None and fixed.is_provisional:
             fixed.plain_bytes = 0  # its plan is in force no more
         variant, order = self.planner.schedule_of(plan, self.known)
-        assert plan.spec.sizes is not None
+        # The plan may be one for the step as assumed, of which less was counted.
+        assert variant.sizes is not None
         region = self.target.region
-        peak = self._peak = SizedPeak(variant, order, plan.spec.sizes, self.planner.workspace)
+        peak = self._peak = SizedPeak(variant, order, variant.sizes, self.planner.workspace)
         # A plan that is over the budget is the one that uses least, and was said to be.
         planned_for, limit_bytes = self.values, max(plan.budget_bytes or 0, plan.peak_bytes)
 
