@@ -390,8 +390,9 @@ def _check_buffers(graph: TrainingGraph) -> None:
         _require(index in maker.outputs, f"{maker.name} does not list buffer {index}")
         _require(buffer.size_bytes >= 0, f"buffer {index} has a negative size")
         if buffer.kind is BufferKind.GRADIENT:
-            _require(maker.phase is Phase.BACKWARD,
-                     f"gradient {buffer.label} is not made in the backward")
+            # A residual passes the loss's own gradient on to an input.
+            _require(maker.phase is not Phase.FORWARD,
+                     f"gradient {buffer.label} is made in the forward")
         if buffer.kind is BufferKind.ACTIVATION:
             _require(maker.phase is not Phase.BACKWARD or buffer.kept_to_end,
                      f"{maker.name} makes an activation in the backward")

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 import traceback
 from functools import cache
 from pathlib import PurePath
+from types import FrameType
 
 _HERE = PurePath(__file__).parent
 
@@ -14,6 +16,14 @@ def is_user_code(path: str) -> bool:
     """True if a source file is outside of torch and of this package."""
     file = PurePath(path)
     return "torch" not in file.parts and not file.is_relative_to(_HERE)
+
+
+def running_place() -> tuple[str, int] | None:
+    """File and line of the user's code that runs."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and not is_user_code(frame.f_code.co_filename):
+        frame = frame.f_back
+    return None if frame is None else (frame.f_code.co_filename, frame.f_lineno)
 
 
 def place_of(error: BaseException) -> str:

@@ -5,8 +5,9 @@ Code that branches on a value (`if x.sum() > 0`), logs one (`x.max().item()`), o
 little memory, gives the values and the sizes of selections.  Random state, buffers, and parameters
 that the code writes are restored afterwards, so that the next call asks for the same values.
 
-Blind spots: those of `graph_capture.model_state`; a value read without the dispatcher (`tolist`) is
-not seen, and is 0 in the capture unless the tensor is an input of integers.
+Blind spots: those of `graph_capture.model_state`; values read without the dispatcher (`numpy`, the
+`tolist` of more than 1,000) are not seen, and are 0 in the capture unless the tensor is an input of
+integers.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import torch
 from torch import nn
 
 from planner._graph_capture.errors import DataDependentValue
+from planner._graph_capture.fake_copies.listed_values import listed_by_items
 from planner._graph_capture.fake_copies.storage_less import (
     VALUE_OPS,
     Answer,
@@ -67,7 +69,7 @@ def data_dependent_values(model: nn.Module, call: Callable[[], object]) -> tuple
     state = ModelState(model)
     recorder = ValueRecorder(state.note_writes)
     try:
-        with torch.no_grad(), recorder:
+        with torch.no_grad(), listed_by_items(), recorder:
             call()
     finally:
         state.restore()

@@ -38,6 +38,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from planner._graph_capture.device_kernels.replacement import DeviceKernels
 from planner._graph_capture.errors import CaptureError
+from planner._graph_capture.fake_copies.listed_values import listed_by_items
 from planner._graph_capture.fake_copies.skipped_blocks import SkippedBlocks, running_skipped
 from planner._graph_capture.memory.allocator import allocated_bytes
 from planner._graph_capture.memory.sparse import strided_tensors
@@ -136,7 +137,7 @@ class FakeCopy:
         if self.answers is not None and hasattr(self.mode, "answer_with"):
             self.mode.answer_with(self.answers)
         args, kwargs = self.arguments()
-        with (self.dice.again(), self.outside.again(),
+        with (listed_by_items(), self.dice.again(), self.outside.again(),
               running_skipped(self.model, self.skipped)):
             output = (model or self.callee)(*args, **kwargs)
             self.left[:] = self.outside.tensors()

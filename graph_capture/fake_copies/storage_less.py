@@ -55,6 +55,7 @@ from planner._graph_capture.torch_compat import (
     written_tensors,
 )
 from planner._graph_capture.torch_compat.dispatch import as_composed, may_copy
+from planner._graph_capture.user_code import running_place
 
 _EMPTY = frozenset({
     torch.ops.aten.empty.memory_format, torch.ops.aten.empty_like.default,
@@ -106,11 +107,13 @@ class Answer:
     operands: tuple[tuple[torch.Size, torch.dtype], ...] | None
     """Shapes and dtypes of the tensor operands; `None`: any."""
     value: Any
+    place: tuple[str, int] | None = None
+    """File and line of the code that asked; `None`: any."""
 
     @classmethod
     def of(cls, op: OpOverload, args: tuple[Any, ...], value: Any) -> Answer:
-        """The answer of a call with these arguments."""
-        return cls(op, _operands(args), value)
+        """The answer of a call with these arguments, by the code that runs."""
+        return cls(op, _operands(args), value, running_place())
 
     def is_for(self, op: OpOverload, args: tuple[Any, ...]) -> bool:
         """True if the answer may be that of this call."""
@@ -262,11 +265,17 @@ class StorageLessMode(TorchDispatchMode):
 
     def _next_answer(self, func: OpOverload, args: tuple[Any, ...]) -> Answer | None:
         assert self._answers is not None
-        for place, answer in enumerate(self._answers):
-            if answer.is_for(func, args):
-                del self._answers[:place + 1]
-                return answer
-        return None
+        here = running_place()
+        fitting = [number for number, answer in enumerate(self._answers)
+                   if answer.is_for(func, args)]
+        if not fitting:
+            return None
+        # An op such as one_hot asks by itself, and not where it is captured.
+        number = next((number for number in fitting
+                       if self._answers[number].place in (None, here)), fitting[0])
+        answer = self._answers[number]
+        del self._answers[:number + 1]
+        return answer
 
     def _note_overwritten(self, func: OpOverload, args: tuple[Any, ...],
                           kwargs: Mapping[str, Any]) -> None:

@@ -48,7 +48,9 @@ def function_of(expression: Any, symbols: Sequence[Any]) -> Callable[..., int]:
                          "no input of the graph gives")
     text = PythonPrinter().doprint(expression) if not isinstance(expression, int) else expression
     scope: dict[str, Any] = {"math": math, "torch": torch}
-    exec(f"def size_of({', '.join(map(str, symbols))}):\n    return {text}", scope)
+    # An input may also be given as an expression of the symbols, which is not read.
+    names = [str(each) if each.is_Symbol else f"_{number}" for number, each in enumerate(symbols)]
+    exec(f"def size_of({', '.join(names)}):\n    return {text}", scope)
     function: Callable[..., int] = scope["size_of"]
     function.__module__ = __name__
     return function
