@@ -241,6 +241,12 @@ class SymbolicCode(CompiledCode):
                                "order")
         return output
 
+    def compile_again(self) -> None:
+        """Compile the model's code anew in its next call."""
+        self._compiled = {}
+        self._paths = [self._compiled]
+        self._symbolic.graphs.clear()
+
     @property
     def dimensions(self) -> dict[str, dict[int, str]]:
         """Names of the sizes that are to be symbolic, by input and dimension."""

@@ -84,6 +84,10 @@ class SymbolicGraph(PlannedGraph):
         self.code = SymbolicCode(module, fixed.planner.cotangents, tensors_of,
                                  returns_in_order=fixed.planner.chose_blocks)
 
+    def compile_again(self, module: nn.Module) -> None:
+        """Capture and plan anew in the next call: torch may have given up on code that raised."""
+        self.code.compile_again()
+
     def may_serve(self, call: Call) -> bool:
         """It is asked for by other means."""
         return False

@@ -202,3 +202,25 @@ def test_a_warning_does_not_break_the_graph():
         warnings.simplefilter("ignore")
         plan = planner.plan(model, torch.randn(512, 32), budget="80%", time_limit=1)
     assert len(plan.spec.regions) == 1
+
+
+def test_a_step_that_raises_after_sizes_have_varied():
+    """The loop skips a batch that the model refuses; torch gives up on code that raises."""
+    class Refusing(Blocks):
+        def forward(self, x):
+            if self.state.count:
+                raise ValueError("refused")
+            return super().forward(x)
+
+    net = planner.within(Refusing(), "75%", time_limit=1)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    for rows in (512, 512, 600, 400, 600, 512, 256):
+        net.state.count = int(rows == 400)
+        try:
+            net(torch.randn(rows, 32)).square().mean().backward()
+        except ValueError:
+            continue
+        optimizer.step()
+        optimizer.zero_grad()
+    status = planner.status(net)
+    assert (status.steps, status.planned_steps) == (6, 6)
