@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from planner._apply.rewrite_spec import CallSignature, InputKey, ParameterKey, RewriteSpec
+from planner._graph_capture.errors import CaptureError
 from planner._graph_capture.module_forward import (
     Forward,
     hooks_and_classes,
@@ -40,6 +41,10 @@ def signature_of(model: nn.Module, own: Forward | None, args: Sequence[Any],
         inputs=tuple(_input_keys(_named_arguments(model, own, args, kwargs))),
         autocast=autocast_state(), wrapper=wrapper,
         attention=attention if isinstance(attention, str) else None)
+
+
+_FIRST_OF_VALUES = frozenset("0123456789-'\"")
+"""First characters of the `repr` of numbers and texts, which no dtype and no type begins with."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +83,18 @@ class Call:
     def sizes(self) -> dict[str, tuple[int, ...]]:
         """Sizes of the tensors among its inputs, by name."""
         return planned_sizes(self.signature)
+
+    @property
+    def values(self) -> dict[str, str]:
+        """The numbers and texts among its inputs, by name."""
+        return {key.name: key.kind for key in self.signature.inputs
+                if key.kind[:1] in _FIRST_OF_VALUES}
+
+    def with_values(self, values: Mapping[str, str]) -> Call:
+        """The same with these numbers and texts."""
+        return replace(self, signature=replace(self.signature, inputs=tuple(
+            replace(key, kind=values.get(key.name, key.kind))
+            for key in self.signature.inputs))) if values else self
 
     @property
     def without_sizes(self) -> Call:
@@ -177,6 +194,11 @@ def _input_keys(arguments: Mapping[str, Any]) -> Iterator[InputKey]:
     first: dict[int, str] = {}
     for name, value in _leaves(arguments):
         if isinstance(value, torch.Tensor):
+            if value.is_nested:
+                raise CaptureError(
+                    f"the argument {name} is a nested tensor, whose rows have lengths of their "
+                    "own; expected ordinary tensors: pad the batch and give the model a mask, or "
+                    "plan the modules that get ordinary tensors")
             earlier = first.setdefault(id(value), name)
             yield InputKey(name, f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}",
                            value.requires_grad, None if earlier == name else earlier)

@@ -81,6 +81,7 @@ from planner.attached.observing import (
 )
 from planner.attached.optimizers import observers
 from planner.attached.outside import Known
+from planner.attached.plain_values import PlainValues
 from planner.attached.planned_graph import (
     PendingCall,
     PlannedGraph,
@@ -129,6 +130,7 @@ class PlanningForward(ObservingForward):
         self.running: PlannedGraph | None = None
         """The graph of the last step."""
         self._served: dict[Call, PlannedGraph] = {}
+        self._plain_values = PlainValues(self._name)
         self._has_other_loss = False
         """True if the loop has differentiated outputs beside the model's own loss."""
         self._symbolic = SymbolicGraphs(self.__self__, self.inner)
@@ -182,7 +184,8 @@ class PlanningForward(ObservingForward):
             abandon()  # what is measured would be none of a step
         if is_foreign or not is_step:
             return self.plain(*args, **kwargs)
-        call = self.call_of(args, kwargs)
+        call = self._plain_values.begin(self.call_of(args, kwargs), may_try=(
+            self.running is not None and self.running.is_one_graph))
         known = self._served.get(call)
         if known is None:
             self._watch_next_steps()
@@ -199,6 +202,9 @@ class PlanningForward(ObservingForward):
         returned = self._returned_before(args, kwargs)
         present, returned_before = self._present(returned), [*map(ref, returned)]
         del returned  # the loop may let go of it
+        compiled = sum(graph.code.compilations for graph in self.graphs)
+        if self._plain_values.are_on_trial:
+            known = None  # it may turn out to be another graph
         try:
             graph, output = self._step(call, known, present, args, kwargs)
         except Exception as error:
@@ -206,6 +212,8 @@ class PlanningForward(ObservingForward):
             if isinstance(error, CaptureError):
                 self.plain(*args, **kwargs)  # what the model raises itself is for the caller
             raise
+        self._plain_values.end(was_compiled=compiled != sum(
+            graph.code.compilations for graph in self.graphs))
         self._served.pop(call, None)
         if self.running is not None:
             self.running.followed_by = ref(graph)
@@ -269,6 +277,7 @@ class PlanningForward(ObservingForward):
         if refusal and any(graph.planner is None for graph in self.graphs):
             log.warning("%s: the plan that was given does not fit this step, which is planned "
                         "anew: %s", self._name, refusal)
+        call = self._plain_values.given or call
         graph = self._new_graph(call, present, args, kwargs)
         if named and symbolic is None:  # the first step has shown what the symbolic one is to be
             symbolic = self._symbolic.graph_for(call, [graph], at_once=True)

@@ -100,6 +100,12 @@ class PlannedGraph:
         if isinstance(earlier, PlannedCode | PlannedBlocks):
             code.compare_with(earlier)
 
+    @property
+    def is_one_graph(self) -> bool:
+        """True if a call is the model's one graph, or one of each block."""
+        spec = self.plan.spec
+        return not self.has_control_flow and (bool(spec.blocks) or len(spec.regions) == 1)
+
     def compile_again(self, module: nn.Module) -> None:
         """Take other code for the same plan: torch may have given up on code that raised."""
         if isinstance(self.code, PlannedCode | PlannedBlocks):

@@ -174,3 +174,10 @@ def test_buffers_made_as_such_are_captured_as_they_run():
     applied = plan.apply(model)
     assert train(applied, case).distance(train(model, case)) <= 1e-6
     assert measured_peak(applied, case) == plan.peak_bytes - plan.resident_bytes
+
+
+def test_a_nested_tensor_is_named():
+    net = nn.Sequential(nn.Linear(4, 4), nn.GELU(), nn.Linear(4, 4))
+    rows = torch.nested.nested_tensor([torch.randn(2, 4), torch.randn(3, 4)], layout=torch.jagged)
+    with pytest.raises(planner.CaptureError, match="argument input is a nested tensor"):
+        planner.within(net, "90%")(rows)
