@@ -103,6 +103,12 @@ class SymbolicGraph(PlannedGraph):
             for place, (left, right) in enumerate(zip(sizes, mine[name], strict=True)):
                 if left != right:
                     dimensions.setdefault(name, {}).setdefault(place, size_name(name, place))
+        rows = {sizes[0] for sizes in (*call.sizes.values(), *mine.values()) if sizes}
+        if dimensions and len(rows) == 1 and rows != {1}:
+            # The last batch of an epoch has fewer rows.
+            for name, sizes in call.sizes.items():
+                if sizes:
+                    dimensions.setdefault(name, {}).setdefault(0, size_name(name, 0))
 
     def choose_sizes(self, target: SymbolicCallable, call: Call) -> Call:
         """Choose the sizes to plan for: those planned for so far where none of the call's is

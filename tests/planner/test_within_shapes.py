@@ -505,3 +505,16 @@ def test_an_lstm_is_one_op_at_any_length():
     measured = allocated_peak(lambda: step(rows)) + beside + rows.nbytes
     predicted = symbolic_of(model).peak_bytes_at({"rows": (8, 290, 8)})
     assert measured == pytest.approx(predicted, rel=0.002)  # the reserve is rounded to pages
+
+
+def test_a_smaller_last_batch_after_lengths_have_varied_is_not_compiled():
+    net = planner.within(nn.Sequential(*(nn.Sequential(nn.Linear(32, 64), nn.GELU(),
+                                                       nn.Linear(64, 32)) for _ in range(3))),
+                         "80%", time_limit=1)
+    optimizer, compiled = torch.optim.SGD(net.parameters(), lr=0.1), []
+    for rows, length in ((16, 60), (16, 64), (16, 58), (6, 63), (16, 61)):
+        net(torch.randn(rows, length, 32)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        compiled.append(sum(graph.code.compilations for graph in forward_override(net).graphs))
+    assert len(set(compiled[1:])) == 1
