@@ -44,6 +44,8 @@ LOCAL_SHARE = 0.5
 FIRST_TURN_MOVES = 6_000
 FIRST_TURNS = 3
 """Turns of the MILP before the simple stages and local search."""
+LARGE = 2_000
+"""Ops of a problem that begins with the simple stages: a turn of the MILP may take all the time."""
 TURNS_TO_FIT = 11
 """Turns of the MILP that look for a fitting schedule in a search without a limit on its work."""
 GOOD_ENOUGH = 0.001
@@ -87,11 +89,11 @@ def _search(task: Task, incumbent: Incumbent, *, goes_on: bool, gap_counts: bool
     level, gained_at = incumbent.gap, 0.0
     while not incumbent.proven and task.seconds_left > 0:
         work = search.work + local_work
-        if turn >= FIRST_TURNS or work >= whole:
+        if turn >= FIRST_TURNS or work >= whole or len(task.problem) > LARGE:
             if simple_stages:
                 _offer_simple_stages(task, incumbent)
                 simple_stages = False
-            if gap_counts and incumbent.fits:
+            if gap_counts and incumbent.fits and (turn >= FIRST_TURNS or work >= whole):
                 whole += WORK_OF_GAP * min(incumbent.gap, WIDEST_GAP)
                 search.work_limit = whole
                 gap_counts = False
@@ -130,7 +132,7 @@ def _search(task: Task, incumbent: Incumbent, *, goes_on: bool, gap_counts: bool
 
 
 def _offer_simple_stages(task: Task, incumbent: Incumbent) -> None:
-    for stage in (sqrt_n, dp, nested):
-        if not incumbent.proven:
+    for stage in (nested, sqrt_n, dp):
+        if not incumbent.proven and task.seconds_left > 0:
             incumbent.offer(as_order(stage(task).schedule))
             incumbent.report(stage.__name__)
