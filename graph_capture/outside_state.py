@@ -20,7 +20,8 @@ import functools
 import inspect
 import random
 import types
-from collections import deque
+import weakref
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Self
 
@@ -49,7 +50,7 @@ class OutsideState:
         parameters and buffers."""
         found = _Search() if model is None else _Search.of(model, with_attributes)
         self._places, self._containers = found.places, found.containers
-        self._values = self._read()
+        self._values = [_weakly(value) for value in self._read()]
 
     @contextlib.contextmanager
     def again(self) -> Iterator[None]:
@@ -62,8 +63,10 @@ class OutsideState:
             self._put(now)
 
     def put_back(self) -> None:
-        """Have the state as it was at that moment."""
-        self._put(self._values)
+        """Have the state as it was at that moment, but for containers whose tensors are gone."""
+        now = self._read()
+        self._put([found if (found := _strongly(before)) is not _GONE else mine
+                   for before, mine in zip(self._values, now, strict=True)])
 
     def tensors(self) -> list[torch.Tensor]:
         """The tensors that its containers and objects contain now."""
@@ -125,7 +128,7 @@ class _Search:
             self._function(value)
         elif isinstance(value, torch.Tensor):
             self._tensor(value)
-        elif isinstance(value, list | deque | set | dict):
+        elif type(value) in _CONTAINERS:
             self._container(value)
         elif isinstance(value, random.Random):
             self.places.append(_Place(value.getstate, value.setstate))
@@ -182,13 +185,23 @@ class _Search:
     def _tensor(self, tensor: torch.Tensor) -> None:
         if type(tensor) is torch.Tensor and tensor.layout is torch.strided and (
                 not tensor.is_meta and tensor.nbytes <= _LARGEST_TENSOR_BYTES):
-            def put(value: torch.Tensor) -> None:
-                if not torch.equal(tensor, value):
-                    tensor.copy_(value)
+            alive = weakref.ref(tensor)
 
-            self.places.append(_Place(lambda: tensor.detach().clone(), put))
+            def read() -> torch.Tensor | None:
+                found = alive()
+                return None if found is None else found.detach().clone()
+
+            def put(value: torch.Tensor | None) -> None:
+                found = alive()
+                if found is not None and value is not None and not torch.equal(found, value):
+                    found.copy_(value)
+
+            self.places.append(_Place(read, put))
 
 
+_CONTAINERS = (list, deque, set, dict, OrderedDict, defaultdict, Counter)
+"""Those of other classes may do anything when they are read: transformers' mappings import models.
+"""
 _NO_STATE = (nn.Module, type, types.ModuleType, types.BuiltinFunctionType, torch.optim.Optimizer,
              str, int, float, bytes, type(None))
 
@@ -211,6 +224,36 @@ def _bound_anew(code: types.CodeType) -> tuple[str, ...]:
         return ()
     return tuple(step.argval for step in dis.get_instructions(code)
                  if step.opcode == _STORE_GLOBAL)
+
+
+_GONE = object()
+
+
+def _weakly(value: Any) -> Any:
+    """The content of a container with weak references to its tensors, which may be large."""
+    match value:
+        case list():
+            return [weakref.ref(each) if isinstance(each, torch.Tensor) else each
+                    for each in value]
+        case dict():
+            return dict(zip(value, _weakly([*value.values()]), strict=True))
+        case _:
+            return value
+
+
+def _strongly(value: Any) -> Any:
+    """The inverse; `_GONE` where a tensor is gone."""
+    match value:
+        case list():
+            found = [each() if isinstance(each, weakref.ref) else each for each in value]
+            is_gone = any(each is None and mine is not None
+                          for each, mine in zip(found, value, strict=True))
+            return _GONE if is_gone else found
+        case dict():
+            found = _strongly([*value.values()])
+            return _GONE if found is _GONE else dict(zip(value, found, strict=True))
+        case _:
+            return value
 
 
 def _put_dict(value: dict[Any, Any], before: dict[Any, Any]) -> None:
