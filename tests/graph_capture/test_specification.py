@@ -64,7 +64,7 @@ BROKEN = {
         dataclasses.replace(GRAPH.buffers[0], size_bytes=99), *GRAPH.buffers[1:])),
                                  "cannot write its result over buffer 0"),
     "a gradient of the forward": (with_buffer(0, kind=BufferKind.GRADIENT, kept_to_end=True),
-                                  "not made in the backward"),
+                                  "is made in the forward"),
     "an activation of the backward": (
         with_buffer(GRAPH.ops[BACKWARD].outputs[0], kind=BufferKind.ACTIVATION),
         "makes an activation in the backward"),
