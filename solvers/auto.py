@@ -4,7 +4,8 @@ The stages are: a first schedule (`solvers.incumbent`: a lazy walk, or the searc
 peak, which alone decides that nothing fits); the time-cut MILP with one cut; candidate
 recomputations and a first further cut; the simple stages (square root, dynamic program, checkpoints
 with eviction between them); then turns of the MILP (`solvers.ilp`) and of local search.  The result
-is the best schedule and the best bound of all stages.
+is the best schedule and the best bound of all stages.  Of a large problem with a wide gap the
+checkpoints with eviction come before all turns.
 
 Work is counted, not timed.  The search ends with a proof; after its work (`WORK`); after `PATIENCE`
 of it without a gain; when the gap is too small to be worth the rest (`GOOD_ENOUGH`); or when the
@@ -15,6 +16,7 @@ schedule within the budget leaves out the simple stages.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 
 from planner.solvers.actions import as_order
@@ -26,7 +28,7 @@ from planner.solvers.minimum import working_set_floor
 from planner.solvers.nested import nested
 from planner.solvers.problem import Problem
 from planner.solvers.sqrt_n import sqrt_n
-from planner.solvers.task import Proposal, Task
+from planner.solvers.task import Algorithm, Proposal, Task
 
 WORK, WORK_PER_OP = 4.0, 5e-4
 """Work (see `solvers.milp.MilpResult`) of the whole search."""
@@ -45,7 +47,8 @@ FIRST_TURN_MOVES = 6_000
 FIRST_TURNS = 3
 """Turns of the MILP before the simple stages and local search."""
 LARGE = 2_000
-"""Ops of a problem that begins with the simple stages: a turn of the MILP may take all the time."""
+"""Ops of a problem in which the checkpoints with eviction take seconds.  They come first where the
+gap is wide, as a turn of the MILP may take all the time there, and are left out where it is not."""
 TURNS_TO_FIT = 11
 """Turns of the MILP that look for a fitting schedule in a search without a limit on its work."""
 GOOD_ENOUGH = 0.001
@@ -83,17 +86,19 @@ def _search(task: Task, incumbent: Incumbent, *, goes_on: bool, gap_counts: bool
     whole = task.seconds_left if is_timed else task.work_limit
     patience_of_settled = PATIENCE_OF_SETTLED * whole
     search = CutSearch(task, incumbent)
-    simple_stages = not goes_on
+    simple_stages, is_large = not goes_on, len(task.problem) > LARGE
     turn, moves, fruitless_work, local_work = 0, FIRST_TURN_MOVES, 0.0, 0.0
     owed = 0.0  # work of local search that the MILP has to match before it goes on
     level, gained_at = incumbent.gap, 0.0
     while not incumbent.proven and task.seconds_left > 0:
         work = search.work + local_work
-        if turn >= FIRST_TURNS or work >= whole or len(task.problem) > LARGE:
+        if simple_stages and turn == 0 and is_large and incumbent.gap > WIDEST_GAP:
+            _offer(task, incumbent, (nested,))
+        if turn >= FIRST_TURNS or work >= whole:
             if simple_stages:
-                _offer_simple_stages(task, incumbent)
+                _offer(task, incumbent, (sqrt_n, dp) if is_large else (sqrt_n, dp, nested))
                 simple_stages = False
-            if gap_counts and incumbent.fits and (turn >= FIRST_TURNS or work >= whole):
+            if gap_counts and incumbent.fits:
                 whole += WORK_OF_GAP * min(incumbent.gap, WIDEST_GAP)
                 search.work_limit = whole
                 gap_counts = False
@@ -131,8 +136,8 @@ def _search(task: Task, incumbent: Incumbent, *, goes_on: bool, gap_counts: bool
             moves *= 1 + search.settled
 
 
-def _offer_simple_stages(task: Task, incumbent: Incumbent) -> None:
-    for stage in (nested, sqrt_n, dp):
+def _offer(task: Task, incumbent: Incumbent, stages: Sequence[Algorithm]) -> None:
+    for stage in stages:
         if not incumbent.proven and task.seconds_left > 0:
             incumbent.offer(as_order(stage(task).schedule))
             incumbent.report(stage.__name__)
