@@ -229,11 +229,15 @@ def _bound_anew(code: types.CodeType) -> tuple[str, ...]:
 _GONE = object()
 
 
+class _Weakly(weakref.ref[torch.Tensor]):
+    """A reference that stands for the tensor itself; containers may contain references, too."""
+
+
 def _weakly(value: Any) -> Any:
     """The content of a container with weak references to its tensors, which may be large."""
     match value:
         case list():
-            return [weakref.ref(each) if isinstance(each, torch.Tensor) else each
+            return [_Weakly(each) if isinstance(each, torch.Tensor) else each
                     for each in value]
         case dict():
             return dict(zip(value, _weakly([*value.values()]), strict=True))
@@ -245,7 +249,7 @@ def _strongly(value: Any) -> Any:
     """The inverse; `_GONE` where a tensor is gone."""
     match value:
         case list():
-            found = [each() if isinstance(each, weakref.ref) else each for each in value]
+            found = [each() if isinstance(each, _Weakly) else each for each in value]
             is_gone = any(each is None and mine is not None
                           for each, mine in zip(found, value, strict=True))
             return _GONE if is_gone else found

@@ -270,9 +270,10 @@ class StorageLessMode(TorchDispatchMode):
                    if answer.is_for(func, args)]
         if not fitting:
             return None
-        # An op such as one_hot asks by itself, and not where it is captured.
-        number = next((number for number in fitting
-                       if self._answers[number].place in (None, here)), fitting[0])
+        # An op such as one_hot asks by itself, and not where it is captured.  Selections are made
+        # by compiled code, too, which stands at no place.
+        number = next((number for number in fitting if func in VALUE_OPS
+                       and self._answers[number].place in (None, here)), fitting[0])
         answer = self._answers[number]
         del self._answers[:number + 1]
         return answer

@@ -87,9 +87,12 @@ def test_tensors_of_the_loop_are_not_kept_alive():
 def test_the_models_own_attributes_on_request():
     model = Reaching()
     model.seen = SimpleNamespace(lengths=[1])
+    model.references = [weakref.ref(model.layer.weight)]
     state = OutsideState(model, with_attributes=True)
     model.seen.lengths.append(2)
     model.more = 1
+    model.references.append(None)
     state.put_back()
     assert model.seen.lengths == [1]
     assert not hasattr(model, "more")
+    assert model.references[0]() is model.layer.weight

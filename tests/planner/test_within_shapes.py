@@ -209,11 +209,25 @@ def test_a_percentage_that_a_last_batch_of_one_cannot_meet_is_one_of_the_largest
 
 
 @pytest.mark.slow
-def test_another_symbol_is_planned_for_the_largest_sizes_so_far():
+def test_rows_are_symbolic_with_the_first_length_that_varies():
     model = planner.within(Attending(), "75%", time_limit=1)
     train_attending(model, [(8, 64), (8, 48), (3, 20), (5, 60), (8, 63)])
+    assert symbolic_of(model).code.compilations == 1
+    assert planner.status(model).plans == 2
+
+
+@pytest.mark.slow
+def test_another_symbol_is_planned_for_the_largest_sizes_so_far():
+    model = planner.within(nn.Sequential(*(
+        nn.Sequential(nn.Conv2d(4, 4, 3, padding=1), nn.GELU()) for _ in range(4))), "85%",
+        time_limit=1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for rows, height, width in ((4, 32, 32), (4, 24, 32), (2, 16, 20), (4, 30, 24), (3, 32, 31)):
+        model(torch.randn(rows, 4, height, width)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
     assert symbolic_of(model).code.compilations == 2
-    assert planner.status(model).plans == 3
+    assert planner.status(model).planned_steps == 5
 
 
 class Masked(nn.Module):
