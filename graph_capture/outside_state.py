@@ -23,7 +23,7 @@ import types
 import weakref
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import numpy
 import torch
@@ -64,9 +64,7 @@ class OutsideState:
 
     def put_back(self) -> None:
         """Have the state as it was at that moment, but for containers whose tensors are gone."""
-        now = self._read()
-        self._put([found if (found := _strongly(before)) is not _GONE else mine
-                   for before, mine in zip(self._values, now, strict=True)])
+        self._put(map(_strongly, self._values))
 
     def tensors(self) -> list[torch.Tensor]:
         """The tensors that its containers and objects contain now."""
@@ -81,14 +79,15 @@ class OutsideState:
     def _put(self, values: Iterable[Any]) -> None:
         with no_active_modes(), torch.no_grad():
             for place, value in zip(self._places, values, strict=True):
-                place.put(value)
+                if value is not _GONE:
+                    place.put(value)
 
 
-class _Place:
+class _Place(NamedTuple):
     """One container, object, tensor or generator."""
 
-    def __init__(self, read: Callable[[], Any], put: Callable[[Any], object]) -> None:
-        self.read, self.put = read, put
+    read: Callable[[], Any]
+    put: Callable[[Any], object]
 
 
 class _Search:
@@ -229,7 +228,7 @@ def _bound_anew(code: types.CodeType) -> tuple[str, ...]:
 _GONE = object()
 
 
-class _Weakly(weakref.ref[torch.Tensor]):
+class _TensorReference(weakref.ref[torch.Tensor]):
     """A reference that stands for the tensor itself; containers may contain references, too."""
 
 
@@ -237,7 +236,7 @@ def _weakly(value: Any) -> Any:
     """The content of a container with weak references to its tensors, which may be large."""
     match value:
         case list():
-            return [_Weakly(each) if isinstance(each, torch.Tensor) else each
+            return [_TensorReference(each) if isinstance(each, torch.Tensor) else each
                     for each in value]
         case dict():
             return dict(zip(value, _weakly([*value.values()]), strict=True))
@@ -249,7 +248,7 @@ def _strongly(value: Any) -> Any:
     """The inverse; `_GONE` where a tensor is gone."""
     match value:
         case list():
-            found = [each() if isinstance(each, _Weakly) else each for each in value]
+            found = [each() if isinstance(each, _TensorReference) else each for each in value]
             is_gone = any(each is None and mine is not None
                           for each, mine in zip(found, value, strict=True))
             return _GONE if is_gone else found

@@ -113,7 +113,8 @@ class Answer:
     @classmethod
     def of(cls, op: OpOverload, args: tuple[Any, ...], value: Any) -> Answer:
         """The answer of a call with these arguments, by the code that runs."""
-        return cls(op, _operands(args), value, running_place())
+        # Selections are made by compiled code, too, which stands at no place.
+        return cls(op, _operands(args), value, running_place() if op in VALUE_OPS else None)
 
     def is_for(self, op: OpOverload, args: tuple[Any, ...]) -> bool:
         """True if the answer may be that of this call."""
@@ -265,15 +266,14 @@ class StorageLessMode(TorchDispatchMode):
 
     def _next_answer(self, func: OpOverload, args: tuple[Any, ...]) -> Answer | None:
         assert self._answers is not None
-        here = running_place()
+        here = running_place() if func in VALUE_OPS else None
         fitting = [number for number, answer in enumerate(self._answers)
                    if answer.is_for(func, args)]
         if not fitting:
             return None
-        # An op such as one_hot asks by itself, and not where it is captured.  Selections are made
-        # by compiled code, too, which stands at no place.
-        number = next((number for number in fitting if func in VALUE_OPS
-                       and self._answers[number].place in (None, here)), fitting[0])
+        # An op such as one_hot asks by itself, and not where it is captured.
+        number = next((number for number in fitting
+                       if self._answers[number].place in (None, here)), fitting[0])
         answer = self._answers[number]
         del self._answers[:number + 1]
         return answer

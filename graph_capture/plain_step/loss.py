@@ -75,11 +75,11 @@ class OpenLoss:
                        if tensor.requires_grad and tensor is not goal.roots[0]
                        and tensor.nbytes <= self.largest_bytes]
         if self.with_left:
-            others = {id(tensor): tensor for tensor in left if tensor.grad_fn is not None}
-            of_call = _nodes(goal.roots)
-            beside += [tensor for key, tensor in others.items()
-                       if key not in {*map(id, returned)}
-                       and not of_call.isdisjoint(_nodes([tensor]))]
+            known, of_call = {*map(id, returned)}, _nodes(goal.roots)
+            others = {id(tensor): tensor for tensor in left
+                      if tensor.grad_fn is not None and id(tensor) not in known}
+            beside += [tensor for tensor in others.values()
+                       if not of_call.isdisjoint(_nodes([tensor]))]
         if not beside:
             return goal
         roots = (*goal.roots, *beside)

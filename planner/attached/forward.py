@@ -202,9 +202,8 @@ class PlanningForward(ObservingForward):
         returned = self._returned_before(args, kwargs)
         present, returned_before = self._present(returned), [*map(ref, returned)]
         del returned  # the loop may let go of it
-        compiled = sum(graph.code.compilations for graph in self.graphs)
-        if self._plain_values.are_on_trial:
-            known = None  # it may turn out to be another graph
+        if on_trial := self._plain_values.are_on_trial:
+            known, compiled = None, self._compilations  # it may turn out to be another graph
         try:
             graph, output = self._step(call, known, present, args, kwargs)
         except Exception as error:
@@ -212,8 +211,8 @@ class PlanningForward(ObservingForward):
             if isinstance(error, CaptureError):
                 self.plain(*args, **kwargs)  # what the model raises itself is for the caller
             raise
-        self._plain_values.end(was_compiled=compiled != sum(
-            graph.code.compilations for graph in self.graphs))
+        if on_trial and self._compilations != compiled:
+            self._plain_values.note_compiled()
         self._served.pop(call, None)
         if self.running is not None:
             self.running.followed_by = ref(graph)
@@ -227,6 +226,10 @@ class PlanningForward(ObservingForward):
         self._counts.calls += 1
         self._observe(graph, present, output, returned_before)
         return output
+
+    @property
+    def _compilations(self) -> int:
+        return sum(graph.code.compilations for graph in self.graphs)
 
     def _step(self, call: Call, known: PlannedGraph | None, present: Present,
               args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[PlannedGraph, Any]:

@@ -45,10 +45,8 @@ class PlainValues:
             and self._compiled[name] < _MOST_COMPILED)
         return call.with_values({name: self._first[name] for name in self._changed})
 
-    def end(self, *, was_compiled: bool) -> None:
-        """Note that the call has run."""
-        if not was_compiled:
-            return
+    def note_compiled(self) -> None:
+        """Note that the model was compiled again for the running call."""
         for name in self._changed:
             self._compiled[name] += 1
             if self._compiled[name] == _MOST_COMPILED:

@@ -31,11 +31,14 @@ class Blocks(nn.Module):
             nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64)) for _ in range(4))
         self.state = SimpleNamespace(count=0)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def hidden(self, x: torch.Tensor) -> torch.Tensor:
         x = self.first(x)
         for block in self.blocks:
             x = x + block(x)
-        return self.last(x)
+        return x
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.hidden(x))
 
 
 def _global(model: nn.Module):
@@ -130,7 +133,7 @@ def test_losses_that_a_call_leaves_elsewhere_are_planned(where):
         model = Auxiliary() if where == "attribute" else Blocks()
         model.left = []
         if where == "list":
-            model.left = left = None or []
+            left = model.left
 
             def hook(module, args, output, left=left):
                 left.append(output.square().mean())
@@ -152,10 +155,8 @@ def test_losses_that_a_call_leaves_elsewhere_are_planned(where):
 
 class TwoOutputs(Blocks):
     def forward(self, x):
-        x = self.first(x)
-        for block in self.blocks:
-            x = x + block(x)
-        return self.last(x), x
+        hidden = self.hidden(x)
+        return self.last(hidden), hidden
 
 
 @pytest.mark.parametrize("swapped", [False, True])
@@ -191,9 +192,7 @@ def test_a_number_of_the_clocks_is_planned_at_each_size():
 def test_a_warning_does_not_break_the_graph():
     class Warns(Blocks):
         def forward(self, x):
-            x = self.first(x)
-            for block in self.blocks:
-                x = x + block(x)
+            x = self.hidden(x)
             warnings.warn("of no use", FutureWarning, stacklevel=1)
             return self.last(x)
 
