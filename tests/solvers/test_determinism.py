@@ -92,8 +92,8 @@ def test_counted_work_that_goes_on_from_a_schedule_leaves_out_the_simple_stages(
     budget = int(0.2 * plain)
     before = solve(problem, int(0.198 * plain), time_limit=1e4, work_limit=0.5)
     asked: list[float | None] = []
-    monkeypatch.setattr("planner.solvers.auto._offer_simple_stages",
-                        lambda task, incumbent: asked.append(task.work_limit))
+    monkeypatch.setattr("planner.solvers.auto._offer",
+                        lambda task, incumbent, stages: asked.append(task.work_limit))
     after = solve(problem, budget, time_limit=1e4, work_limit=0.5, warm_start=before.schedule)
     assert not asked
     assert after.peak_bytes <= budget and after.cost <= before.cost
