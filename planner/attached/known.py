@@ -312,8 +312,7 @@ class GraphPlanner:
             return False
         if self._captured_with is None and is_chunked:
             return True
-        outputs = self._step.baseline.loss.outputs
-        # The plain step alone makes a cache, `graph_capture.capture` has none.
+        outputs = self._step.outputs
         return len(outputs) == len(seen.outputs) and any(
             planned.flows and not gradient.flows and planned.size_bytes > self._input_bytes
             for planned, gradient in zip(outputs, seen.outputs, strict=True))
@@ -336,8 +335,7 @@ class GraphPlanner:
     @property
     def assumed_loss(self) -> ObservedLoss:
         """A loss outside the model that uses as much memory as any in common use."""
-        outputs = tuple(replace(each, until=Until.END)
-                        for each in self._step.baseline.loss.outputs)
+        outputs = tuple(replace(each, until=Until.END) for each in self._step.outputs)
         size_bytes = sum(gradient.size_bytes for gradient in outputs)
         return ObservedLoss(_ASSUMED_LOSS * size_bytes + 8, 8, outputs)
 
@@ -624,7 +622,7 @@ class GraphPlanner:
         known = replace(known, outside=outside)
         as_known = self._prepared(known)
         limit_bytes = self._limit_bytes(known, as_known)
-        effort = Effort(solver=self._planning.solver,
+        effort = Effort(solver=self._planning.solver, is_brief=True,
                         time_limit=_PROVISIONAL_SHARE * self._planning.time_limit)
         return agreed(lambda: self._provisional(known, as_known, limit_bytes, effort), as_known,
                       limit_bytes, effort, "the first step")

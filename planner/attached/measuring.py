@@ -77,11 +77,13 @@ class _PlannedCall:
     """Number of plans of the graph until then."""
 
     @property
-    def plan_by_now(self) -> Plan:
-        """The graph's plan, unless it is one for other sizes by now."""
+    def plans_by_now(self) -> list[Plan]:
+        """The graph's plan; and its own, if that is one for other sizes by now."""
         graph = self.graph()
-        return self.plan if graph is None or (
-            graph.plan.spec.signature != self.plan.spec.signature) else graph.plan
+        if graph is None:
+            return []
+        return [graph.plan] if graph.plan.spec.signature == self.plan.spec.signature else [
+            graph.plan, self.plan]
 
     @property
     def is_passing(self) -> bool:
@@ -233,7 +235,7 @@ def _decide() -> None:
             continue
         _undecided.remove(each)
         budget_bytes = _budget_bytes(
-            (call.forward(), call.plan_by_now) for call in each.calls if call.graph() is not None)
+            (call.forward(), plan) for call in each.calls for plan in call.plans_by_now)
         if budget_bytes is not None and each.measured_bytes > budget_bytes:
             _report(each.calls, each.measured_bytes, each.predicted_bytes, budget_bytes,
                     "in an earlier step, which ran before all of it was known; now it is"

@@ -25,6 +25,8 @@ from planner.step.variant import Variant
 
 USUAL_TIME_LIMIT = 60.0
 """Seconds.  Above this limit, a search continues until the limit."""
+_BRIEF_WORK = 0.2
+"""Work (see `solvers.solve`) of a brief search."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +38,8 @@ class Effort:
     """Seconds; soft.  A search ends earlier when more of it is not worth it."""
     is_thorough: bool = False
     """If True, a search of a step that runs op by op continues until the time limit."""
+    is_brief: bool = False
+    """If True, such a search ends soon after its first schedule: its plan is for one step."""
     work_limit: float | None = None
     """Time limit, in nominal seconds, of a search that counts its work, so that its result does not
     depend on the duration of capture; `None`: the time limit."""
@@ -82,6 +86,8 @@ def solve_variant(variant: Variant, net_bytes: int | None, effort: Effort,
     variant. `work_limit`: see `solvers.solve`.  Raises `solvers.InfeasibleBudget`."""
     if effort.is_thorough and work_limit is None:
         work_limit = math.inf
+    if effort.is_brief and work_limit is None:
+        work_limit = _BRIEF_WORK
     if warm_start is not None and not is_legal(variant.problem, warm_start):
         warm_start = None  # it is that of another variant
     result = solve(variant.problem, net_bytes, solver=effort.solver, time_limit=effort.time_limit,
