@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from dataclasses import dataclass
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -166,9 +168,31 @@ def test_two_calls_of_two_batch_sizes_are_each_counted_at_its_own():
     assert peak == pytest.approx(plan.peak_bytes, rel=0.005)
 
 
+@dataclass
+class Cache:
+    hidden: torch.Tensor
+    summary: torch.Tensor
+    past_key_values: list[torch.Tensor] | None
+
+    def __getitem__(self, place: int) -> torch.Tensor:
+        return (self.hidden, self.summary)[place]
+
+
+class Cached(Encoder):
+    """As transformers' decoders, it returns a cache that training does not ask for."""
+
+    config = SimpleNamespace(use_cache=True)
+
+    def forward(self, tokens: torch.Tensor, use_cache: bool | None = None) -> Cache:
+        hidden, summary = super().forward(tokens)
+        keeps = self.config.use_cache if use_cache is None else use_cache
+        return Cache(hidden, summary, [hidden.exp(), hidden.sin()] if keeps else None)
+
+
 @pytest.mark.slow
-def test_a_larger_size_is_planned_once_as_the_loss_is_known():
-    model = planner.within(Encoder(), "90%", time_limit=1)
+@pytest.mark.parametrize("kind", [Encoder, Cached])
+def test_a_larger_size_is_planned_once_as_the_loss_is_known(kind):
+    model = planner.within(kind(), "90%", time_limit=1)
     train(model, [(64,), (48,), (48,), (80,), (70,), (100,)])
     assert planner.status(model).plans == 4  # for 64 with fixed sizes; for 64, 80 and 100
 
