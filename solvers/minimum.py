@@ -32,6 +32,8 @@ PATIENCE = 0.6
 """Fraction of that work after which the search ends without an improvement of `WORTH`."""
 WORTH = 0.003
 """Improvement, as a fraction of the peak, that is worth a search."""
+PATIENCE_OF_NEAR = 0.05
+"""Like `PATIENCE`, once the bound leaves less than that to improve."""
 MOST_OF_ONE_WALK = 0.2
 """Part of the work that one walk may take."""
 WALKS_FIRST, ANNEALED_PER_WALKED = 0.2, 2.0
@@ -151,8 +153,10 @@ class Descent:
             self.work += spent or 0.0
             if self.best_peak < (1 - WORTH) * level:
                 gained_at, level = self.work, float(self.best_peak)
+            is_near = self.floor > (1 - WORTH) * self.best_peak
+            patience = PATIENCE_OF_NEAR if is_near else self._patience
             self._ended = (spent is None or self.work >= share * self._whole_work
-                           or self.work - gained_at > self._patience * self._whole_work
+                           or self.work - gained_at > patience * self._whole_work
                            or time.monotonic() > deadline)
         return self.best_peak <= target_bytes
 

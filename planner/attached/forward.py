@@ -106,6 +106,9 @@ _HOOKS = (
     "saved-tensor hooks (torch.autograd.graph.saved_tensors_hooks, save_on_cpu) are active around "
     "a planned call: they do not apply to what its plan saves, so that the budget is kept; they "
     "apply to the loss and all that is not planned")
+_HAD_NO_GRADIENT = (
+    "nothing that such a call returned needed a gradient so far, and now something does: this call "
+    "ran as it is written, and the next one is planned")
 _DIFFERENTIATED_AGAIN = (
     "calls whose gradients are differentiated again (create_graph=True, as for a gradient penalty) "
     "run as they are written, and nothing keeps them within the budget")
@@ -130,6 +133,8 @@ class PlanningForward(ObservingForward):
         self.running: PlannedGraph | None = None
         """The graph of the last step."""
         self._served: dict[Call, PlannedGraph] = {}
+        self._without_gradient = set[Call]()
+        """Calls of which nothing that they returned needed a gradient."""
         self._plain_values = PlainValues(self._name)
         self._has_other_loss = False
         """True if the loop has differentiated outputs beside the model's own loss."""
@@ -174,7 +179,8 @@ class PlanningForward(ObservingForward):
         """Call the module's forward; in a training step, under a plan."""
         args = self.without_self(args)
         # A loss may call the model, or a frozen copy of it, for a target.
-        is_step = torch.is_grad_enabled() and needs_gradient(self.__self__, args, kwargs)
+        is_step = (torch.is_grad_enabled() and needs_gradient(self.__self__, args, kwargs)
+                   and not self._is_without_gradient(args, kwargs))
         end_watches(of_losses=is_step)
         if is_step:
             self._end_watch()
@@ -183,7 +189,12 @@ class PlanningForward(ObservingForward):
         if is_foreign and torch.is_grad_enabled():
             abandon()  # what is measured would be none of a step
         if is_foreign or not is_step:
-            return self.plain(*args, **kwargs)
+            output = self.plain(*args, **kwargs)
+            if self._without_gradient and any(
+                    tensor.requires_grad for tensor in output_tensors(output)):
+                self._without_gradient.discard(self.call_of(args, kwargs))
+                self.steps.count(_HAD_NO_GRADIENT)
+            return output
         call = self._plain_values.begin(self.call_of(args, kwargs), may_try=(
             self.running is not None and self.running.is_one_graph))
         known = self._served.get(call)
@@ -209,7 +220,11 @@ class PlanningForward(ObservingForward):
         except Exception as error:
             abandon()  # what comes next is another step
             if isinstance(error, CaptureError):
-                self.plain(*args, **kwargs)  # what the model raises itself is for the caller
+                output = self.plain(*args, **kwargs)  # what the model raises is for the caller
+                if (returned := output_tensors(output)) and not any(
+                        tensor.requires_grad for tensor in returned):
+                    self._without_gradient.add(self.call_of(args, kwargs))
+                    return output
             raise
         if on_trial and self._compilations != compiled:
             self._plain_values.note_compiled()
@@ -226,6 +241,11 @@ class PlanningForward(ObservingForward):
         self._counts.calls += 1
         self._observe(graph, present, output, returned_before)
         return output
+
+    def _is_without_gradient(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """True if nothing that such a call returned needed a gradient, though a parameter does."""
+        return bool(self._without_gradient) and (
+            self.call_of(args, kwargs) in self._without_gradient)
 
     @property
     def _compilations(self) -> int:

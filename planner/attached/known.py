@@ -653,7 +653,8 @@ class GraphPlanner:
                 # The budget leaves this much less to the loss.
                 loss = _smaller(loss, refusal.minimum_bytes - refusal.budget_bytes)
         if self.is_percentage:
-            return leanest_plan(as_known, effort)
+            least = known.loss or (self.passing_loss if self.loss_is_outside else None)
+            return leanest_plan(self._prepared(replace(known, loss=least)), effort)
         return plan_within(as_known, limit_bytes, effort)
 
     def _prepared(self, known: Known, pending_bytes: int | None = None, *,

@@ -512,3 +512,39 @@ def test_a_budget_that_the_optimizer_does_not_leave_is_refused_in_the_first_step
         optimizer.zero_grad()
     status = planner.status(net)
     assert status.plans == 1 and status.worst_peak_bytes <= refusal.value.minimum_bytes
+
+
+class Halves(nn.Module):
+    """A generator and a critic in one module, as Lightning's examples have them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator = nn.Sequential(nn.Linear(16, 256), nn.Tanh(), nn.Linear(256, 64))
+        self.critic = nn.Sequential(nn.Linear(64, 256), nn.Tanh(), nn.Linear(256, 1))
+        self.is_scaled = False
+
+    def forward(self, noise: torch.Tensor) -> torch.Tensor:
+        made = self.generator(noise)
+        return self.critic(made) if self.is_scaled else made
+
+
+def test_a_call_that_returns_nothing_to_differentiate_runs_as_written():
+    model = planner.within(Halves(), "90%", time_limit=1)
+    plain = Halves()
+    plain.load_state_dict(model.state_dict())
+    for step in range(3):
+        for each in (plain, model):
+            each.zero_grad()
+            noise = torch.randn(256, 16, generator=torch.Generator().manual_seed(step))
+            each.critic.requires_grad_(False)
+            each.critic(each(noise)).mean().backward()
+            each.critic.requires_grad_(True)
+            each.generator.requires_grad_(False)
+            each.critic(each(noise)).mean().backward()
+            each.generator.requires_grad_(True)
+        assert_same_gradients(model, plain)
+    assert planner.status(model).calls == 3
+    model.is_scaled = True
+    model.generator.requires_grad_(False)
+    with pytest.warns(UserWarning, match="this call ran as it is written"):
+        assert model(noise).requires_grad
