@@ -51,6 +51,8 @@ class MeasuredPeak:
     """With what kernels use while they run, which is not seen on a CPU but counted by plans."""
     predicted_bytes: int
     """The highest peak that a plan of the step predicts."""
+    found_bytes: int
+    """Memory from before the step that became known in it, so that the next plan has it."""
     is_over_budget: bool
     is_expected: bool
     """True if a part of the step was not known, or planned otherwise, when it was planned, so that
@@ -150,7 +152,7 @@ def begin_measuring(device: torch.device, held: Callable[[], Iterable[torch.Tens
     found = Measurement(device)
     if device.type != "cuda":
         earlier = next((watch for watch in _last_watch if watch.device == device), None)
-        found.watch = StepWatch(device, held(), None if is_complete else earlier, existed=existed)
+        found.watch = StepWatch(device, held(), earlier, is_complete=is_complete, existed=existed)
         if not found.watch.begin():
             return
         _last_watch[:] = [found.watch]
@@ -214,6 +216,7 @@ def conclude() -> None:
                 (call.forward(), call.plan) for call in each.calls)
         peak = MeasuredPeak(
             measured_bytes, measured_bytes if is_seen else predicted_bytes, predicted_bytes,
+            0 if each.watch is None else each.watch.found_bytes,
             budget_bytes is not None and measured_bytes > budget_bytes, is_passing, seconds,
             each.looking_seconds + op_count * _SECONDS_OF_OP)
         if budget_bytes is not None and peak.is_over_budget:

@@ -202,6 +202,31 @@ def test_what_the_loop_holds_beside_the_model_counts():
     assert plan.peak_bytes == pytest.approx(measured[-1], rel=0.01)
 
 
+@pytest.mark.parametrize("is_first", [True, False])
+def test_a_teacher_from_before_counts_once(is_first: bool):
+    teacher = nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 32))
+
+    def loop(net: nn.Module) -> Callable[[], torch.Tensor]:
+        optimizer = sgd(net)
+
+        def step() -> torch.Tensor:
+            inputs = torch.randn(256, 32)
+            output = None if is_first else net(inputs)
+            with torch.no_grad():
+                targets = teacher(inputs)
+            loss = F.mse_loss(net(inputs) if output is None else output, targets)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            return loss.detach()
+
+        return step
+
+    plan, measured = stays_plain_but_for_memory(loop, nbytes(teacher))
+    assert max(measured[2:]) <= plan.budget_bytes
+    assert plan.peak_bytes == pytest.approx(measured[-1], rel=0.01)
+
+
 def test_batches_from_before_count_while_they_are_used():
     batches = [(torch.randn(256, 32), torch.randn(256, 32)) for _ in range(14)]
     net = planner.within(layers(), "80%", time_limit=1)
