@@ -493,6 +493,7 @@ class PlanBackend(OutputWatcher):
         """Code that is called in the place of a graph, `module`; `compiled`: runs it; `joint`: its
         joint graph, where it is one of the plan's."""
         written = () if joint is None else _written_places(joint)
+        is_whole = len(self._spec.regions) == 1  # its inputs are counted to the end of the step
 
         def call(*args: Any) -> Any:
             check_branches(branches, args)
@@ -505,7 +506,8 @@ class PlanBackend(OutputWatcher):
             pass_absent_gradients(outputs)
             differentiate_again(outputs, args, module, self.tell_of_double_backward,
                                 refuse_double_backward, state=state,
-                                holds_inputs=state is not None and self.may_take_other_paths,
+                                holds_inputs=state is not None and (
+                                    self.may_take_other_paths or is_whole),
                                 unplanned=self._take_unplanned)
             return outputs
 

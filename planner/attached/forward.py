@@ -58,6 +58,7 @@ from planner._graph_capture.plain_step.observed_loss import (
 from planner._graph_capture.random_state import remembered_random_state
 from planner._graph_capture.step.symbolic_region import NamedDimensions
 from planner._graph_capture.torch_compat import (
+    backward_keeps_graph,
     marked_dimensions,
     no_saved_tensors_hooks,
     pytree,
@@ -612,8 +613,8 @@ class PlanningForward(ObservingForward):
         planner = graph.planner
         if planner is None or running_node_number() is not None:  # a checkpoint calls it again
             return
-        if self._has_other_loss and graph.loss is None:
-            graph.loss = planner.assumed_loss  # a watch sees the first of several backwards
+        if self._has_other_loss and graph.loss is None and planner.may_leave_losses:
+            graph.loss = planner.assumed_loss
             self._learned += 1
         if planner.loss_is_outside and graph.loss is None and graph.unmeasured is None:
             watch = LossWatch(output, partial(_note_loss, ref(self), ref(graph)))
@@ -673,7 +674,10 @@ def _note_loss(forward: ref[PlanningForward], graph: ref[PlannedGraph], seen: Un
                ) -> None:
     found, owner = graph(), forward()
     if found is not None and owner is not None:
-        found.unmeasured = seen
+        if owner._has_other_loss and found.planner is not None and backward_keeps_graph():
+            found.loss = found.planner.assumed_loss  # this is the first of several backwards
+        else:
+            found.unmeasured = seen
         owner._learned += 1
 
 

@@ -339,6 +339,14 @@ class GraphPlanner:
         size_bytes = sum(gradient.size_bytes for gradient in outputs)
         return ObservedLoss(_ASSUMED_LOSS * size_bytes + 8, 8, outputs)
 
+    @property
+    def may_leave_losses(self) -> bool:
+        """True if calls may leave tensors that the caller differentiates beside what they return.
+        """
+        regions = self._step.graph.regions
+        return len(regions) > 1 or sum(regions[0].cotangents) > sum(
+            each.flows for each in self._step.outputs)
+
     def returned_bytes(self, flows: Sequence[bool]) -> int:
         """Bytes of the model's outputs; `flows`: for each of their tensors, true if it counts."""
         graph = self._step.graph
