@@ -14,6 +14,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol, Self
 
 import torch
@@ -30,7 +31,12 @@ from planner._graph_capture.dynamo.traced_code import TracedCode
 from planner._graph_capture.errors import CaptureError
 from planner._graph_capture.joint_graph.joint import count_cotangents, primals_of
 from planner._graph_capture.joint_graph.lower import LoweredRegion, region_at, region_signature
-from planner._graph_capture.joint_graph.naming import name_modules, names_in_model
+from planner._graph_capture.joint_graph.naming import (
+    modules_as_in,
+    name_modules,
+    names_in_model,
+    rename_modules,
+)
 from planner._graph_capture.joint_graph.pipeline import (
     JointVariant,
     LoweredGraphs,
@@ -561,17 +567,29 @@ class PlanBackend(OutputWatcher):
                                self._spec.chunks, self._spec.inner_chunks)
         first_difference = ""
         start %= max(len(regions), 1)
-        for index in (*regions[start:], *regions[:start]):
+        # Torch runs code that it compiled for one module for another one like it, too.
+        places = (*regions[start:], *regions[:start])
+        for index, may_rename in (*((index, False) for index in places),
+                                  *((index, True) for index in places if known is not None)):
             region = self._spec.regions[index]
             if len(region.cotangents) != count_cotangents(joint):
                 first_difference = first_difference or (
                     f"the plan has {len(region.cotangents)} differentiable outputs, "
                     f"this model {count_cotangents(joint)}")
                 continue
-            lowered = lower_joint_graph(
-                joint, num_forward_outputs, variant, cotangents=region.cotangents,
-                input_names=names, hoisted=region.hoisted, region=index, block=region.block,
-                elided=region.elided, known=known)
+            lower = partial(
+                lower_joint_graph, joint, num_forward_outputs, variant,
+                cotangents=region.cotangents, input_names=names, hoisted=region.hoisted,
+                region=index, block=region.block, elided=region.elided, known=known)
+            lowered = lower()
+            if may_rename:
+                renamed = modules_as_in([op.name for op in lowered.ops], [
+                    op.name for op in (*region.forward, *region.backward)])
+                if region.block or not renamed or known is None:
+                    continue
+                rename_modules(joint.graph, renamed)
+                known.clear()
+                lowered = lower()
             with at(lowered) as sized:
                 difference = different_op(region, sized)
                 is_resized = difference is not None

@@ -15,7 +15,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from planner._graph_capture.memory.tracker import MemoryTracker
-from planner._graph_capture.running_modules import leave_running_modules
 from planner._graph_capture.torch_compat import (
     FakeTensorMode,
     active_modes,
@@ -40,7 +39,6 @@ class ForeignCall:
 
 def foreign_call() -> ForeignCall | None:
     """The reason why the current call is no training step; `None`: it may be one."""
-    leave_running_modules()
     if is_traced():
         return ForeignCall("the model is being traced", is_traced=True)
     if is_under_transform():

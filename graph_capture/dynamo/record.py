@@ -74,8 +74,8 @@ class RecordedRegion:
     sources: Sequence[PrimalSource]
     """Of its primals."""
     lowered: LoweredGraphs = field(default_factory=dict)
-    cotangents: list[tuple[bool, ...]] = field(default_factory=list)
-    """For each run of its backward, the outputs into which a gradient flowed."""
+    cotangents: dict[int, tuple[bool, ...]] = field(default_factory=dict)
+    """For each of its calls whose backward has run, the outputs into which a gradient flowed."""
     forward: Callable[[list[Any]], tuple[Sequence[Any], torch.Tensor]] = field(init=False)
     """Code that runs in its place; see `Exchangeable`."""
 
@@ -350,18 +350,17 @@ class _Recorder:
         # the tensors alive.  So these functions do not refer to the recorder: the garbage collector
         # cannot see such cycles.
         again, region, compiled = self.again, graph.region, graph.compiled
-        open_calls: list[int] = []  # numbers of forwards whose backward is still to come
+        calls, running = 0, 0  # of the region in the first run; the number of the running one
         graph.given.clear()
         if region is not None:
-            cotangents = region.cotangents = []
+            cotangents = region.cotangents = {}
             results = StubResults(region.traced, region.num_forward_outputs, self.mode,
                                   self.device, has_views=self.make_backend is aot_backend)
 
-            def run_backward(given: list[Any]) -> list[Any]:
+            def run_backward(number: int, given: list[Any]) -> list[Any]:
                 if again.tracker is None:
-                    cotangents.append(tuple(value is not None for value in given))
+                    cotangents[number] = tuple(value is not None for value in given)
                     return results.gradients()
-                number = open_calls.pop()
                 again.tracker.begin_backward(number, given)
                 given.clear()
                 try:
@@ -373,11 +372,12 @@ class _Recorder:
 
             def run_forward(args: list[Any]) -> tuple[list[Any], torch.Tensor]:
                 args.clear()
-                return results.outputs(), carrier_of(run_backward)
+                return results.outputs(), carrier_of(partial(run_backward, running))
 
             region.forward = run_forward
 
         def call(*args: Any) -> Any:
+            nonlocal calls, running
             for branch in graph.branches:
                 for position in branch.inputs:
                     name = self.input_names.get(id(args[position]), "an input")
@@ -391,6 +391,7 @@ class _Recorder:
             block = self.running_block()
             if block not in graph.given:
                 graph.given[block] = names_in_model(self.model, args)
+            running, calls = calls, calls + 1
             outputs = compiled(*args)
             pass_absent_gradients(outputs)
             if region is None:
@@ -402,8 +403,9 @@ class _Recorder:
             return outputs
 
         def followed(tracker: GapTracker, region: RecordedRegion, args: tuple[Any, ...]) -> Any:
-            number = tracker.begin_forward([source.of(args) for source in region.sources])
-            open_calls.append(number)
+            nonlocal running
+            running = number = tracker.begin_forward(
+                [source.of(args) for source in region.sources])
             try:
                 outputs = compiled(*args)
             finally:

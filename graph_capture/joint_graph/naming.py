@@ -77,6 +77,33 @@ def name_modules(captured: fx.GraphModule, root: nn.Module) -> None:
                 named[key] = caller, kind
 
 
+def modules_as_in(names: Sequence[str], planned: Sequence[str]) -> dict[str, str]:
+    """By which module's each module's name is to be replaced for ops of these `names` to have the
+    `planned` ones; nothing if no such replacement exists."""
+    found: dict[str, str] = {}
+    if len(names) == len(planned):
+        for mine, theirs in zip(map(_parts, names), map(_parts, planned), strict=True):
+            if mine[::2] != theirs[::2] or found.setdefault(mine[1], theirs[1]) != theirs[1]:
+                return {}
+    return {mine: theirs for mine, theirs in found.items() if mine != theirs}
+
+
+def _parts(name: str) -> tuple[str, str, str]:
+    """What an op's name has in front of its module, the module, and the rest."""
+    path, _, op = name.rpartition("/")
+    module = re.sub(r"^(\d+:)?~?", "", path)
+    return path.removesuffix(module), module, op
+
+
+def rename_modules(graph: fx.Graph, names: Mapping[str, str]) -> None:
+    """Replace names of the modules that call a graph's ops."""
+    for node in graph.nodes:
+        for key in ("nn_module_stack", "fwd_nn_module_stack"):
+            if (stack := node.meta.get(key)) and (path := _plain_path(
+                    next(reversed(stack.values()))[0])) in names:
+                node.meta[key] = {"": (names[path], "")}
+
+
 def within(block: str, module: str) -> str:
     """Qualified name of a module of a block."""
     return f"{block}.{module}" if block and module else block or module

@@ -100,9 +100,7 @@ def count_runs(recording: Recording) -> Counter[tuple[int, str]]:
 
 
 def _cotangents(call: RegionCall, earlier_runs: int) -> tuple[bool, ...]:
-    """The outputs into which a gradient flows in the backward of a call; backwards run in the
-    reverse order of the forwards."""
-    of_runs = call.region.cotangents
-    backward = len(of_runs) - 1 - earlier_runs
-    return (of_runs[backward] if 0 <= backward < len(of_runs)
-            else (False,) * count_cotangents(call.region.joint))
+    """The outputs into which a gradient flows in the backward of a call, the region's next after
+    some."""
+    return call.region.cotangents.get(
+        earlier_runs, (False,) * count_cotangents(call.region.joint))

@@ -1,9 +1,8 @@
 """Memory that a training loop keeps alive on the model's device at some moment.
 
 Model of the world: on a GPU the allocator's counter includes everything.  On a CPU the tensors
-known to Python are enumerated; tensors that existed when `within` was called are attributed to the
-process and not to the loop, but for those of models that it was called for, and of modules that run
-frozen or without gradients in the first steps, such as a teacher.
+known to Python are enumerated; tensors that existed when `within` was called, and belong to no
+model that it was called for, are attributed to the process and not to the loop.
 
 Blind spots, on a CPU: tensors that only autograd references, such as those saved by another model,
 until they are observed as part of a loss; memory outside tensors.
@@ -23,7 +22,6 @@ from planner._graph_capture.fake_copies.storage_less import is_storage_less
 from planner._graph_capture.memory.allocator import allocated_bytes, requested_bytes
 from planner._graph_capture.memory.sparse import strided_tensors
 from planner._graph_capture.module_forward import modules_of, parameters_of
-from planner._graph_capture.running_modules import watch_running_modules
 from planner._graph_capture.torch_compat import is_functional, pytree, storage_key
 
 _PLAIN = (torch.Tensor, nn.Parameter)
@@ -105,19 +103,6 @@ class LoopMemory:
             found_bytes = bytes_on(device, (tensor for tensor in (*others, *self.made())
                                             if storage_key(tensor) not in counted))
         return found_bytes - pending_bytes
-
-    def look_for_models(self) -> None:
-        """Until the next call, take modules that run frozen or without gradients for the loop's,
-        though they may have been there before."""
-        watch_running_modules(self._note_run)
-
-    def _note_run(self, module: nn.Module) -> None:
-        parameters = [each for each in module._parameters.values() if each is not None]
-        if torch.is_grad_enabled() and any(each.requires_grad for each in parameters):
-            return
-        for tensor in (*parameters, *module._buffers.values()):
-            if tensor is not None and _has_memory(tensor):
-                self._before.pop(tensor.untyped_storage(), None)
 
     def existed(self, storage: torch.UntypedStorage) -> bool:
         """True if a storage was there before."""

@@ -317,11 +317,6 @@ class ObservingForward(CountingForward):
         """True if this step looks through all tensors that Python knows."""
         return self._counts.steps < STEPS_LOOKED_AT
 
-    def look_for_models(self) -> None:
-        """Look which other models the loop runs; a GPU's allocator counts them anyway."""
-        if self._is_looked_at and device_of(self.__self__).type != "cuda":
-            self._loop.look_for_models()
-
     def _gradients_of_others(self) -> list[torch.Tensor]:
         """Gradients of other planned models of the same loop."""
         mine = model_of(self.__self__)
@@ -476,7 +471,6 @@ class ObservingForward(CountingForward):
         self._counts.planned_steps += unplanned == self._counts.counted[1]
         self._counts.counted = (calls, unplanned)
         self._graphs_of_step.clear()
-        self.look_for_models()
 
     def note_backward(self, graph: PlannedGraph, present: Present, pending: PendingCall) -> None:
         """Record that the backward of a call has begun; `present`: memory present when the call

@@ -120,8 +120,6 @@ def attach(model: nn.Module, settings: Settings) -> None:
             set_forward(target, PlanningForward(target, own_forward(target), settings))
     plan_methods(target, tuple(name for name in settings.methods if name != "forward"), settings,
                  PlanningForward)
-    if isinstance(now := forward_override(target), PlanningForward):
-        now.look_for_models()
 
 
 def attach_in_step(model: nn.Module, settings: Settings) -> None:

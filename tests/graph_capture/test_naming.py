@@ -18,6 +18,8 @@ from planner._graph_capture.joint_graph.naming import (
     describe_value,
     digest,
     module_of,
+    modules_as_in,
+    rename_modules,
     source_of,
     target_name,
 )
@@ -116,6 +118,21 @@ def test_module_paths_are_those_of_the_model(path, plain):
     node = fx.Graph().placeholder("x")
     node.meta["nn_module_stack"] = {"outer": ("L['self']", nn.Module), "inner": (path, nn.Linear)}
     assert module_of(node) == plain
+
+
+def test_modules_of_shared_code_take_the_names_of_those_that_run():
+    planned = ["9:c.1/aten.elu#0", "9:c/aten.add.Tensor#0", "9:~c.1/aten.elu_backward#0"]
+    mine = ["9:b.1/aten.elu#0", "9:b/aten.add.Tensor#0", "9:~b.1/aten.elu_backward#0"]
+    renamed = modules_as_in(mine, planned)
+    assert renamed == {"b.1": "c.1", "b": "c"}
+    assert not modules_as_in(planned, planned)
+    for other in (mine[:2], ["9:b.1/aten.elu#1", *mine[1:]], [*mine[:2], "9:b.1/aten.elu#0"],
+                  [*mine[:2], "9:~b/aten.elu_backward#0"], ["8:b.1/aten.elu#0", *mine[1:]]):
+        assert not modules_as_in(other, planned)
+    node = fx.Graph().placeholder("x")
+    node.meta["nn_module_stack"] = {"inner": ("L['self'].b[1]", nn.ELU)}
+    rename_modules(node.graph, renamed)
+    assert module_of(node) == "c.1"
 
 
 def test_the_source_is_the_innermost_frame_outside_of_torch():

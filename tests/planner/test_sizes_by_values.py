@@ -384,3 +384,67 @@ def test_experts_that_count_their_tokens(read):
         # Code that breaks adds gradients in another order, also under backend="aot_eager".
         for mine, theirs in zip(net.parameters(), plain.parameters(), strict=True):
             torch.testing.assert_close(mine.grad, theirs.grad)
+
+
+class Padded(nn.Module):
+    """A convolution that keeps how much it pads in a buffer, as those of audio codecs do."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.convolution = nn.Conv1d(inputs, outputs, 3)
+        self.register_buffer("padding", torch.tensor(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        length = x.shape[-1] + self.padding
+        return self.convolution(nn.functional.pad(x, (int(length - x.shape[-1]), 0)))
+
+
+class Residual(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.block = nn.ModuleList([nn.ELU(), Padded(width, width // 2),
+                                    nn.ELU(), Padded(width // 2, width)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = x
+        for layer in self.block:
+            y = layer(y)
+        return x + y
+
+
+class Codec(nn.Module):
+    """With `codes`, no gradient reaches the layers before them, which share code with later ones.
+    """
+
+    def __init__(self, *, codes: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.codes = codes
+        self.encoder = nn.ModuleList([Padded(1, 8), Residual(8), Padded(8, 16), Residual(16)])
+        self.embed = nn.Embedding(16, 16)
+        self.decoder = nn.ModuleList([Residual(16), Padded(16, 8), Residual(8), Padded(8, 1)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.encoder:
+            x = layer(x)
+        if self.codes:
+            x = self.embed(x.argmax(1)).transpose(1, 2)
+        for layer in self.decoder:
+            x = layer(x)
+        return x
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("codes", [False, True])
+def test_code_that_torch_shares_between_blocks_of_other_widths(codes):
+    plain = Codec(codes=codes)
+    model = planner.within(copy.deepcopy(plain), "110%", time_limit=1)
+    for step in range(4):
+        x = torch.randn(4, 1, 512, generator=torch.Generator().manual_seed(step))
+        for each in (plain, model):
+            each.zero_grad()
+            each(x).square().mean().backward()
+        for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(mine.grad, theirs.grad, rtol=0, atol=0)
+    status = planner.status(model)
+    assert status.planned_steps == 4 and status.plans == 2
