@@ -168,7 +168,7 @@ class SymbolicRegion:
     def _storage(self, lowered: LoweredRegion, output: ModelOutput) -> int:
         node = lowered.returned[output.places[0]] if output.places else None
         if node is None:
-            raise ValueError("its outputs are not those of the graph with fixed sizes")
+            raise CaptureError("its outputs are not those of the graph with fixed sizes")
         return lowered.storage_of.get(node, RESIDENT)
 
 
