@@ -143,15 +143,18 @@ _undecided: list[_Undecided] = []
 
 
 def begin_measuring(device: torch.device, held: Callable[[], Iterable[torch.Tensor]], *,
-                    is_complete: bool, existed: Callable[[torch.UntypedStorage], bool]) -> None:
-    """Measure from here on, unless that is done already.  `held`: the tensors that the loop holds;
-    `is_complete`: all of them, else those of the step that was watched last are added, but for what
-    `existed` before the loop and that step did not use."""
+                    is_complete: bool, existed: Callable[[torch.UntypedStorage], bool],
+                    is_first: bool) -> None:
+    """Measure from here on, unless that is done already.  `held`: the tensors that the loop holds,
+    `is_complete`: all that it has made.  Unless this `is_first` of its steps, those of the step
+    that was watched last are added, but for what `existed` before the loop and that step did not
+    use."""
     if _under_way:
         return
     found = Measurement(device)
     if device.type != "cuda":
-        earlier = next((watch for watch in _last_watch if watch.device == device), None)
+        earlier = None if is_first else next(
+            (watch for watch in _last_watch if watch.device == device), None)
         found.watch = StepWatch(device, held(), earlier, is_complete=is_complete, existed=existed)
         if not found.watch.begin():
             return

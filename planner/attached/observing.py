@@ -353,7 +353,8 @@ class ObservingForward(CountingForward):
         if running_node_number() is None and not group_of(self.__self__) and (
                 device.type == "cuda" or self._steps_to_watch > 0 or self._steps_to_skip <= 0):
             begin_measuring(device, lambda: self._tensors_held(args, kwargs),
-                            is_complete=self._is_looked_at, existed=self._loop.existed)
+                            is_complete=self._is_looked_at, existed=self._loop.existed,
+                            is_first=not self._counts.steps)
 
     def _watch_next_steps(self) -> None:
         """Watch this step and the next: something is new in it."""

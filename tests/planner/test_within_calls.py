@@ -202,9 +202,7 @@ def test_what_the_loop_holds_beside_the_model_counts():
     assert plan.peak_bytes == pytest.approx(measured[-1], rel=0.01)
 
 
-def test_a_teacher_from_before_that_runs_behind_the_model_counts_once():
-    teacher = nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 32))
-
+def with_teacher(teacher: nn.Module) -> Loop:
     def loop(net: nn.Module) -> Callable[[], torch.Tensor]:
         optimizer = sgd(net)
 
@@ -221,9 +219,27 @@ def test_a_teacher_from_before_that_runs_behind_the_model_counts_once():
 
         return step
 
-    plan, measured = stays_plain_but_for_memory(loop, nbytes(teacher))
+    return loop
+
+
+def test_a_teacher_from_before_that_runs_behind_the_model_counts_once():
+    teacher = nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 32))
+    plan, measured = stays_plain_but_for_memory(with_teacher(teacher), nbytes(teacher))
     assert max(measured[2:]) <= plan.budget_bytes
     assert plan.peak_bytes == pytest.approx(measured[-1], rel=0.01)
+
+
+def test_what_an_earlier_loop_has_used_does_not_count():
+    def first_baseline(teacher: nn.Module) -> int:
+        net = planner.within(layers(), "95%", time_limit=1)
+        with_teacher(teacher)(net)()
+        plan = planner.plan_of(net)
+        return 0 if plan is None else plan.baseline_peak_bytes
+
+    teacher = nn.Sequential(nn.Linear(32, 1024), nn.Tanh(), nn.Linear(1024, 32))
+    alone = first_baseline(nn.Identity())
+    first_baseline(teacher)
+    assert first_baseline(nn.Identity()) == alone
 
 
 def test_batches_from_before_count_while_they_are_used():
