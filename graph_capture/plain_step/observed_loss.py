@@ -58,11 +58,10 @@ class StepWatch(MemoryTracker):
     """
 
     def __init__(self, device: torch.device, held: Iterable[torch.Tensor],
-                 earlier: StepWatch | None = None, *, is_complete: bool = False,
+                 earlier: StepWatch | None = None, *,
                  existed: Callable[[torch.UntypedStorage], bool] = lambda storage: False) -> None:
-        """`held`: tensors that are there now, `is_complete`: all that the loop has made; `earlier`:
-        a watch that knows of others.  Those that `existed` before the loop, such as the batches of
-        a list, count while they are used."""
+        """`held`: tensors that are there now; `earlier`: a watch that knows of others.  Those that
+        `existed` before the loop, such as the batches of a list, count while they are used."""
         super().__init__(lambda *_: 0, device=device, trace_device=device, resident=())
         self.phase = ""
         """The current phase of the step, in words."""
@@ -72,26 +71,20 @@ class StepWatch(MemoryTracker):
         """Ops seen."""
         self.device = device
         self._met = set[int]()  # keys of the storages that this step has used
-        self._found = set[int]()  # numbers of those that were there before, and not known
         for tensor in held:
             self._meet(tensor)
         if earlier is not None:
-            self._follow_all(earlier, is_complete, existed)
+            self._follow_all(earlier, existed)
         self.begin_bytes = self.live_bytes
         """Memory when the watch began."""
 
-    def _follow_all(self, earlier: StepWatch, is_complete: bool,
-                    existed: Callable[[torch.UntypedStorage], bool]) -> None:
+    def _follow_all(self, earlier: StepWatch, existed: Callable[[torch.UntypedStorage], bool]
+                    ) -> None:
         for key, number in earlier._number_of.items():
             storage = earlier._references[number]()
             if storage is not None and key not in self._number_of and (
-                    key in earlier._met if existed(storage) else not is_complete):
+                    key in earlier._met or not existed(storage)):
                 self._follow_storage(key, storage)
-
-    @property
-    def found_bytes(self) -> int:
-        """Memory that was there before the step and became known in it."""
-        return sum(self._sizes[number] for number in self._found & self.live_numbers())
 
     def bytes_beside(self, tensors: Iterable[torch.Tensor]) -> int:
         """Memory now, but for these tensors."""
@@ -118,9 +111,7 @@ class StepWatch(MemoryTracker):
         out = func(*args, **(kwargs or {}))
         self.op_count += 1
         if not self._closed and isinstance(func, OpOverload) and not func.is_view:
-            known = len(self._sizes)
             self._meet(args)
-            self._found.update(range(known, len(self._sizes)))
             self._meet(out)
         return out
 

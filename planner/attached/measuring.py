@@ -51,8 +51,6 @@ class MeasuredPeak:
     """With what kernels use while they run, which is not seen on a CPU but counted by plans."""
     predicted_bytes: int
     """The highest peak that a plan of the step predicts."""
-    found_bytes: int
-    """Memory from before the step that became known in it, so that the next plan has it."""
     is_over_budget: bool
     is_expected: bool
     """True if a part of the step was not known, or planned otherwise, when it was planned, so that
@@ -143,19 +141,16 @@ _undecided: list[_Undecided] = []
 
 
 def begin_measuring(device: torch.device, held: Callable[[], Iterable[torch.Tensor]], *,
-                    is_complete: bool, existed: Callable[[torch.UntypedStorage], bool],
-                    is_first: bool) -> None:
-    """Measure from here on, unless that is done already.  `held`: the tensors that the loop holds,
-    `is_complete`: all that it has made.  Unless this `is_first` of its steps, those of the step
-    that was watched last are added, but for what `existed` before the loop and that step did not
-    use."""
+                    is_complete: bool, existed: Callable[[torch.UntypedStorage], bool]) -> None:
+    """Measure from here on, unless that is done already.  `held`: the tensors that the loop holds;
+    `is_complete`: all of them, else those of the step that was watched last are added, but for what
+    `existed` before the loop and that step did not use."""
     if _under_way:
         return
     found = Measurement(device)
     if device.type != "cuda":
-        earlier = None if is_first else next(
-            (watch for watch in _last_watch if watch.device == device), None)
-        found.watch = StepWatch(device, held(), earlier, is_complete=is_complete, existed=existed)
+        earlier = next((watch for watch in _last_watch if watch.device == device), None)
+        found.watch = StepWatch(device, held(), None if is_complete else earlier, existed=existed)
         if not found.watch.begin():
             return
         _last_watch[:] = [found.watch]
@@ -219,7 +214,6 @@ def conclude() -> None:
                 (call.forward(), call.plan) for call in each.calls)
         peak = MeasuredPeak(
             measured_bytes, measured_bytes if is_seen else predicted_bytes, predicted_bytes,
-            0 if each.watch is None else each.watch.found_bytes,
             budget_bytes is not None and measured_bytes > budget_bytes, is_passing, seconds,
             each.looking_seconds + op_count * _SECONDS_OF_OP)
         if budget_bytes is not None and peak.is_over_budget:

@@ -353,8 +353,7 @@ class ObservingForward(CountingForward):
         if running_node_number() is None and not group_of(self.__self__) and (
                 device.type == "cuda" or self._steps_to_watch > 0 or self._steps_to_skip <= 0):
             begin_measuring(device, lambda: self._tensors_held(args, kwargs),
-                            is_complete=self._is_looked_at, existed=self._loop.existed,
-                            is_first=not self._counts.steps)
+                            is_complete=self._is_looked_at, existed=self._loop.existed)
 
     def _watch_next_steps(self) -> None:
         """Watch this step and the next: something is new in it."""
@@ -367,7 +366,7 @@ class ObservingForward(CountingForward):
         self._steps_to_skip = math.ceil(
             peak.watching_seconds / (_WATCHING_SHARE * max(peak.seconds, 1e-9)))
         if peak.is_over_budget and peak.excess_bytes > 0 and not peak.is_expected:
-            self._unforeseen_bytes += max(0, peak.excess_bytes - peak.found_bytes)
+            self._unforeseen_bytes += peak.excess_bytes
             self._learned += 1
             self._watch_next_steps()
 

@@ -222,13 +222,6 @@ def with_teacher(teacher: nn.Module) -> Loop:
     return loop
 
 
-def test_a_teacher_from_before_that_runs_behind_the_model_counts_once():
-    teacher = nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 32))
-    plan, measured = stays_plain_but_for_memory(with_teacher(teacher), nbytes(teacher))
-    assert max(measured[2:]) <= plan.budget_bytes
-    assert plan.peak_bytes == pytest.approx(measured[-1], rel=0.01)
-
-
 def test_what_an_earlier_loop_has_used_does_not_count():
     def first_baseline(teacher: nn.Module) -> int:
         net = planner.within(layers(), "95%", time_limit=1)
