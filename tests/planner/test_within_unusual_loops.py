@@ -278,6 +278,7 @@ def test_a_loss_of_more_than_the_loss_that_the_model_returns(caplog, is_held):
     status, plan = planner.status(net), planner.plan_of(net)
     assert status.planned_steps == 5 and peaks[-1] <= status.budget_bytes
     assert peaks[-1] == peaks[-2] == plan.peak_bytes
+    assert peaks[-2] > peaks[0]
     parameters = sum(each.nbytes for each in net.parameters())
     assert plan.baseline_peak_bytes == pytest.approx(2 * parameters + plain_peak, rel=0.05)
     warning, = (each for each in caplog.records if each.levelname == "WARNING")
