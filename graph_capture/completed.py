@@ -15,7 +15,7 @@ from dataclasses import replace
 
 from planner._graph_capture.capture import CapturedStep
 from planner._graph_capture.errors import CaptureError
-from planner._graph_capture.plain_step.loss import LossFn, Until
+from planner._graph_capture.plain_step.loss import Until
 from planner._graph_capture.plain_step.micro_batch import EagerStep
 from planner._graph_capture.plain_step.observed_loss import (
     ObservedLoss,
@@ -35,25 +35,18 @@ from planner._graph_capture.training_graph import (
 )
 
 
-def with_optimizer(step: CapturedStep, optimizer: object) -> CapturedStep:
-    """The step with this optimizer: an instance, class or name, or several instances; `None`: none
-    is counted.
-
-    Raises as `graph_capture.optimizer.step.trace_optimizer_steps`.
-    """
-    return replace(step, optimizer_steps=step.tracing.optimizer(
-        optimizer, step.baseline.with_gradient))
-
-
 def with_seen_loss(step: CapturedStep, seen: ObservedLoss) -> CapturedStep:
-    """The step, captured without a loss, with the memory of the observed loss."""
-    loss = ReplayedLoss(seen)
-    baseline = _traced(step, loss) or step.baseline
-    later = step.later and (_traced(step, loss, baseline.with_gradient) or step.later)
-    return replace(
+    """The step, captured without a loss, with the memory of the observed loss, which may let go of
+    the output."""
+    lives = [each.until for each in seen.outputs]
+    step = replace(
         step, variants=tuple(replace(variant, graph=_with_loss(variant.graph, seen))
                              for variant in step.variants),
-        baseline=baseline, later=later, tracing=replace(step.tracing, loss_fn=loss))
+        tracing=replace(step.tracing, loss_fn=ReplayedLoss(seen),
+                        holds_output=step.holds_output and _outlives(lives)))
+    baseline = _traced(step) or step.baseline
+    later = step.later and (_traced(step, baseline.with_gradient) or step.later)
+    return with_output_let_go(replace(step, baseline=baseline, later=later), lives)
 
 
 def with_room(step: CapturedStep, room_bytes: int) -> CapturedStep:
@@ -65,11 +58,11 @@ def with_room(step: CapturedStep, room_bytes: int) -> CapturedStep:
 
 def with_output_let_go(step: CapturedStep, lives: Sequence[Until]) -> CapturedStep:
     """The step with an output whose tensors live as long as `lives` says."""
-    if all(until is Until.END for until in lives):
+    if _outlives(lives):
         return step
     if step.holds_output:
         step = replace(step, tracing=replace(step.tracing, holds_output=False), later=None)
-        step = replace(step, baseline=_traced(step, step.tracing.loss_fn) or step.baseline)
+        step = replace(step, baseline=_traced(step) or step.baseline)
     return replace(
         step, variants=tuple(replace(variant, graph=with_output_released(variant.graph, lives))
                              for variant in step.variants),
@@ -102,18 +95,22 @@ def with_earlier_gradients(step: CapturedStep) -> CapturedStep:
     """The step with a traced later micro-batch of accumulated gradients."""
     if step.later is not None:
         return step
-    later = _traced(step, step.tracing.loss_fn, step.baseline.with_gradient)
+    later = _traced(step, step.baseline.with_gradient)
     return replace(step, later=later or step.baseline)
+
+
+def _outlives(lives: Sequence[Until]) -> bool:
+    """True if each tensor of the output lives until the backward ends."""
+    return all(until is Until.END for until in lives)
 
 
 @without_watches()
 @quiet_fake_tensors()
 @undisturbed_autograd()
-def _traced(step: CapturedStep, loss_fn: LossFn | None, with_gradient: Set[str] = frozenset()
-            ) -> EagerStep | None:
+def _traced(step: CapturedStep, with_gradient: Set[str] = frozenset()) -> EagerStep | None:
     """The plain step; `None` if it depends on inputs that no longer exist."""
     try:
-        return step.tracing.plain_step(loss_fn, with_gradient)
+        return step.tracing.plain_step(step.tracing.loss_fn, with_gradient)
     except CaptureError:
         return None
 

@@ -36,7 +36,6 @@ from planner._graph_capture.completed import (
     with_earlier_gradients,
     with_held,
     with_held_in_forward,
-    with_optimizer,
     with_output_let_go,
     with_room,
     with_seen_loss,
@@ -57,6 +56,7 @@ from planner._graph_capture.memory.tracker import Workspace
 from planner._graph_capture.module_forward import own_forward
 from planner._graph_capture.op_costs.headroom import ProbeHeadroom
 from planner._graph_capture.optimizer.in_backward import EarlyGradients
+from planner._graph_capture.optimizer.step import OptimizerTrace
 from planner._graph_capture.output_tensors import output_tensors
 from planner._graph_capture.plain_step.loss import OpenLoss, Until
 from planner._graph_capture.plain_step.observed_loss import (
@@ -178,6 +178,7 @@ class GraphPlanner:
     def _capture(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
                  planning: Planning, earlier: Searched | None = None) -> None:
         self._with_loss: tuple[ObservedLoss, CapturedStep] | None = None
+        self._with_optimizer: tuple[object, OptimizerTrace | None] | None = None
         self._captured_with: ObservedLoss | None = None  # the loss that the step was captured with
         self._captured_without_output = False
         self.earlier = earlier
@@ -719,20 +720,23 @@ class GraphPlanner:
         planning, step = self._planning, self._step
         loss, lives = known.loss, known.lives
         if loss is not None and self._captured_with is not None:
-            step = with_held(step, loss.held_bytes)
+            step = with_output_let_go(
+                with_held(step, loss.held_bytes), [each.until for each in loss.outputs])
         elif loss is not None:
             if self._with_loss is None or self._with_loss[0] != loss:
                 self._with_loss = loss, with_seen_loss(step, loss)
             step = self._with_loss[1]
-        if loss is not None:
-            step = with_output_let_go(step, [each.until for each in loss.outputs])
         elif lives is not None:
             step = with_output_let_go(step, [
                 max(until, each.until, key=[*Until].index)
                 for until, each in zip(lives, step.outputs, strict=True)])
         if planning.optimizer is None or known.optimizers:
             alive = tuple(found for each in known.optimizers or () if (found := each()) is not None)
-            step = with_optimizer(step, assumed_optimizer or alive or None)
+            key = known.optimizers, assumed_optimizer, step.baseline.with_gradient
+            if self._with_optimizer is None or self._with_optimizer[0] != key:
+                self._with_optimizer = key, step.tracing.optimizer(
+                    assumed_optimizer or alive or None, step.baseline.with_gradient)
+            step = replace(step, optimizer_steps=self._with_optimizer[1])
         return with_earlier_gradients(step) if known.accumulates else step
 
 
