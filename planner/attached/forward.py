@@ -115,6 +115,14 @@ _DIFFERENTIATED_AGAIN = (
     "run as they are written, and nothing keeps them within the budget")
 
 
+_COMPILED_EACH_TIME = 5
+"""Calls in a row of one planned graph in which code is compiled, before a warning says so."""
+_IS_COMPILED_EACH_TIME = (
+    "parts of the model are compiled anew in each call, which takes seconds: its code computes with "
+    "numbers that it reads from tensors (.item(), float(tensor)), and torch compiles what follows "
+    "for each number; compute with the tensor instead")
+
+
 class PlanningForward(ObservingForward):
     """Forward override that plans the training steps of a model."""
 
@@ -214,8 +222,9 @@ class PlanningForward(ObservingForward):
         returned = self._returned_before(args, kwargs)
         present, returned_before = self._present(returned), [*map(ref, returned)]
         del returned  # the loop may let go of it
+        compiled = self._compilations
         if on_trial := self._plain_values.are_on_trial:
-            known, compiled = None, self._compilations  # it may turn out to be another graph
+            known = None  # it may turn out to be another graph
         try:
             graph, output = self._step(call, known, present, args, kwargs)
         except Exception as error:
@@ -227,8 +236,12 @@ class PlanningForward(ObservingForward):
                     self._without_gradient.add(self.call_of(args, kwargs))
                     return output
             raise
-        if on_trial and self._compilations != compiled:
+        is_compiled = self._compilations != compiled
+        if on_trial and is_compiled:
             self._plain_values.note_compiled()
+        graph.compiled_in_a_row = graph.compiled_in_a_row + 1 if is_compiled else 0
+        if graph.compiled_in_a_row > _COMPILED_EACH_TIME:
+            self.steps.warn(_IS_COMPILED_EACH_TIME)
         self._served.pop(call, None)
         if self.running is not None:
             self.running.followed_by = ref(graph)

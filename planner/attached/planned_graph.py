@@ -43,6 +43,8 @@ class PlannedGraph:
         self.is_provisional = True
         """True if a part of `known` is assumed."""
         self.plans_made = 0
+        self.compiled_in_a_row = 0
+        """Number of its last calls, without a gap, in which code was compiled."""
         self.is_settled = True
         """True if a percentage was taken of a plain step that is known."""
         self.loss: ObservedLoss | None = None

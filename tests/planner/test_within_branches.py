@@ -251,3 +251,33 @@ def test_masks_of_floats_are_looked_at_as_in_the_plain_step(given):
     for mine, theirs in zip(*found, strict=True):
         assert mine is not None and theirs is not None and torch.equal(mine, theirs)
     assert planner.status(net).planned_steps == 2
+
+
+class ScaledByItsNorm(nn.Module):
+    """The code computes with a number that it reads from a tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last = nn.Linear(32, 32), nn.Linear(32, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.first(x).tanh()
+        scale = hidden.norm().item()
+        return self.last(hidden / scale).square().mean()
+
+
+def test_code_that_is_compiled_in_each_call_is_warned_of_once():
+    net = planner.within(ScaledByItsNorm(), "95%", time_limit=1)
+    x, optimizer = torch.randn(64, 32), torch.optim.SGD(net.parameters(), lr=0.1)
+
+    def train(steps: int) -> None:
+        for _ in range(steps):
+            net(x).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    train(3)
+    with pytest.warns(UserWarning, match="compiled anew in each call") as warned:
+        train(7)
+    assert len(warned) == 1
