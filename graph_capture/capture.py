@@ -297,7 +297,7 @@ def capture_step(
         capability=compute_capability(device_planned_for(model, device), gpu))
     fake_loss = None if loss_fn is None else fake_copy.extra[0]
     fake_copy = replace(fake_copy, answers=answers, autocast=autocast)
-    keeps_code &= (backend == "eager" and answers is None and not early
+    keeps_code &= (backend == "eager" and not early
                    and fake_copy.device == fake_copy.trace_device
                    and may_be_storage_less(fake_copy))
     headroom = None if not probe or probe_headroom is None else probe_headroom.left(

@@ -134,10 +134,10 @@ class TracedCode:
                 if graph.region is not None and forward is not None:
                     graph.region.forward = forward
 
-    def is_complete(self, *, by_blocks: bool) -> bool:
-        """True if the model may run it: where it is not cut at blocks, it is one graph."""
-        return all(graph.has_values for graph in self.graphs) and (
-            by_blocks or [graph.region is None for graph in self.graphs] == [False])
+    @property
+    def is_complete(self) -> bool:
+        """True if the model may run it: all of it ran in the step that was recorded last."""
+        return all(graph.given and graph.has_values for graph in self.graphs)
 
 
 _KEPT: WeakKeyDictionary[nn.Module, TracedCode] = WeakKeyDictionary()

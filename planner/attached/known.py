@@ -209,11 +209,11 @@ class GraphPlanner:
         headroom = self._probe_headroom(model)
         with watched(None) as report:
             capture = partial(capture_call, model, args, kwargs, planning, report,
-                              unknown_loss=unknown, probe_headroom=headroom, early=early)
+                              unknown_loss=unknown, probe_headroom=headroom, early=early,
+                              code=kept, keeps_code=self._symbolic is None)
             if not self.has_control_flow or self.chose_blocks:
                 try:
-                    self._step = capture(symbolic=self._symbolic, code=kept,
-                                         keeps_code=self._symbolic is None)
+                    self._step = capture(symbolic=self._symbolic)
                 except DataDependentValue:
                     if self.chose_blocks:
                         raise
