@@ -4,18 +4,33 @@ and those through an output that was taken for one without."""
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.autograd.graph import get_gradient_edge
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from planner._graph_capture.random_state import TorchState
 from planner._graph_capture.torch_compat.compilation import region_nodes
+from planner._graph_capture.torch_compat.memory import running_node_number
 from planner._graph_capture.torch_compat.symbols import backward_keeps_graph
 
 _Gradients = Sequence[torch.Tensor | None]
 _MOST_COPIED_BYTES = 2 ** 20
+
+
+class DoubleBackwardWatch(TorchDispatchMode):
+    """Notes whether a backward records a graph to be differentiated again (`create_graph=True`)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found = False
+
+    def __torch_dispatch__(self, func: Any, types: Collection[type], args: tuple[Any, ...] = (),
+                           kwargs: Mapping[str, Any] | None = None) -> Any:
+        self.found |= torch.is_grad_enabled() and running_node_number() is not None
+        return func(*args, **(kwargs or {}))
 
 
 class CallState:

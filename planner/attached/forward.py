@@ -58,6 +58,7 @@ from planner._graph_capture.plain_step.observed_loss import (
 from planner._graph_capture.random_state import remembered_random_state
 from planner._graph_capture.step.symbolic_region import NamedDimensions
 from planner._graph_capture.torch_compat import (
+    DoubleBackwardWatch,
     backward_keeps_graph,
     marked_dimensions,
     no_saved_tensors_hooks,
@@ -115,6 +116,8 @@ _DIFFERENTIATED_AGAIN = (
     "run as they are written, and nothing keeps them within the budget")
 
 
+_MOST_REFUSED = 2
+"""Plans in a row that did not fit a call of other sizes, after which none is tried for one."""
 _COMPILED_EACH_TIME = 5
 """Calls in a row of one planned graph in which code is compiled, before a warning says so."""
 _IS_COMPILED_EACH_TIME = (
@@ -144,8 +147,11 @@ class PlanningForward(ObservingForward):
         self._served: dict[Call, PlannedGraph] = {}
         self._without_gradient = set[Call]()
         """Calls of which nothing that they returned needed a gradient."""
+        self._with_double_backward = set[Call]()
+        """Calls that could not be captured, and take gradients to differentiate them again."""
         self._plain_values = PlainValues(self._name)
         self._has_other_loss = False
+        self._other_calls_refused = 0
         """True if the loop has differentiated outputs beside the model's own loss."""
         self._symbolic = SymbolicGraphs(self.__self__, self.inner)
         self._begin_observing()
@@ -215,7 +221,8 @@ class PlanningForward(ObservingForward):
         self._observe_hooks()
         self._begin_measuring(args, kwargs)
         enter_phase(f"in the forward of {self._name}")
-        if known is not None and known.is_differentiated_again:
+        if call in self._with_double_backward or (
+                known is not None and known.is_differentiated_again):
             self._counts.calls += 1
             self.steps.count(_DIFFERENTIATED_AGAIN)
             return self.plain(*args, **kwargs)
@@ -230,7 +237,13 @@ class PlanningForward(ObservingForward):
         except Exception as error:
             abandon()  # what comes next is another step
             if isinstance(error, CaptureError):
-                output = self.plain(*args, **kwargs)  # what the model raises is for the caller
+                with DoubleBackwardWatch() as watch:
+                    output = self.plain(*args, **kwargs)  # what the model raises is for the caller
+                if watch.found:
+                    self._with_double_backward.add(call)
+                    self._counts.calls += 1
+                    self.steps.count(_DIFFERENTIATED_AGAIN)
+                    return output
                 if (returned := output_tensors(output)) and not any(
                         tensor.requires_grad for tensor in returned):
                     self._without_gradient.add(self.call_of(args, kwargs))
@@ -292,7 +305,9 @@ class PlanningForward(ObservingForward):
         after = None if self.running is None else self.running.followed_by()
         for graph in sorted(self.graphs, key=lambda graph: (graph is not after,
                                                             graph is not known)):
-            if not graph.may_serve(call) or (is_apart and graph.call != call):
+            is_other = graph.call not in (None, call)
+            if not graph.may_serve(call) or (is_other and (is_apart or (
+                    graph is not known and self._other_calls_refused >= _MOST_REFUSED))):
                 continue
             refusal = "" if graph.planner else other_ranks(graph.plan.parallel, self.__self__)
             if refusal:
@@ -303,10 +318,15 @@ class PlanningForward(ObservingForward):
             is_trial = graph.has_control_flow or (
                 graph is not known and bool(graph.plan.spec.blocks))
             try:
-                return graph, self._run(graph, args, kwargs, is_trial=is_trial)
+                output = self._run(graph, args, kwargs, is_trial=is_trial)
+                if is_other:
+                    self._other_calls_refused = 0
+                return graph, output
             except PlanMismatch as error:
                 if graph.code.has_begun and not is_trial:
                     raise
+                if is_other and not graph.has_control_flow:
+                    self._other_calls_refused += 1
                 refusal = str(self.explained(graph.plan.spec, error, call))
             gc.collect()  # the error's frames keep results alive
         if self.graphs and self.settings.on_new == "refuse":

@@ -281,3 +281,33 @@ def test_code_that_is_compiled_in_each_call_is_warned_of_once():
     with pytest.warns(UserWarning, match="compiled anew in each call") as warned:
         train(7)
     assert len(warned) == 1
+
+
+class ForceField(nn.Module):
+    """The forward takes a gradient that the loss differentiates again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Sequential(nn.Linear(3, 32), nn.SiLU(), nn.Linear(32, 1))
+
+    def forward(self, positions: torch.Tensor) -> torch.Tensor:
+        positions.requires_grad_()
+        energy = self.net(positions).sum()
+        return torch.autograd.grad(energy, positions, create_graph=True)[0]
+
+
+def test_a_forward_that_takes_gradients_to_differentiate_them_runs_as_it_is_written():
+    def train(net: nn.Module) -> list[torch.Tensor]:
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        for _ in range(3):
+            net(torch.ones(16, 3)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return [parameter.detach() for parameter in net.parameters()]
+
+    net = planner.within(ForceField(), "95%")
+    with pytest.warns(UserWarning) as warned:
+        ours = train(net)
+    assert ["create_graph" in str(each.message) for each in warned] == [True]
+    assert all(map(torch.equal, ours, train(ForceField())))
