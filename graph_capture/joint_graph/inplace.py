@@ -68,7 +68,7 @@ def inplace_candidates(
     """Operands of `node`, in order of preference, that its result may overwrite.
 
     `share_storage`: true if two operands live in one storage.  The operand's tensor must have the
-    result's shape, strides and dtype and cover its whole storage; no other operand may see that
+    result's shape, strides, dtype and conjugate bit and cover its whole storage; no other operand may see that
     storage through a different view.
     """
     result = node.meta.get("val")
@@ -220,7 +220,8 @@ def _fills_its_storage(tensor: torch.Tensor) -> bool:
 def _same_layout(value: object, result: torch.Tensor) -> bool:
     return (isinstance(value, torch.Tensor) and same_sizes(value.shape, result.shape)
             and value.dtype == result.dtype and same_sizes(value.stride(), result.stride())
-            and value.device == result.device)
+            and value.device == result.device and value.is_conj() == result.is_conj()
+            and value.is_neg() == result.is_neg())
 
 
 def _same_view(operand: fx.Node, other: fx.Node) -> bool:

@@ -68,9 +68,11 @@ def region_uses(recording: Recording, variant: JointVariant, *, elides_output: b
             block=call.module, elided=range(len(call.outputs)) if elides_output and is_last else (),
             hoisted=None if variant.compiled else (),
             known=None if variant.compiled else call.region.lowered)
+        # A parameter stays one where the code has put an output in the place of its data.
         linked = {
             index: made[storage_key(tensor)] for index, tensor in enumerate(call.inputs)
-            if isinstance(tensor, torch.Tensor) and storage_key(tensor) in made}
+            if isinstance(tensor, torch.Tensor) and storage_key(tensor) in made
+            and id(tensor) not in names}
         returned: dict[int, tuple[list[int], list[int]]] = {}
         released: dict[int, int] = {}
         for position, (node, tensor) in enumerate(

@@ -148,7 +148,7 @@ class PlanningForward(ObservingForward):
         self._without_gradient = set[Call]()
         """Calls of which nothing that they returned needed a gradient."""
         self._with_double_backward = set[Call]()
-        """Calls that could not be captured, and take gradients to differentiate them again."""
+        """Calls whose gradients are differentiated again."""
         self._plain_values = PlainValues(self._name)
         self._has_other_loss = False
         self._other_calls_refused = 0
@@ -221,8 +221,11 @@ class PlanningForward(ObservingForward):
         self._observe_hooks()
         self._begin_measuring(args, kwargs)
         enter_phase(f"in the forward of {self._name}")
-        if call in self._with_double_backward or (
-                known is not None and known.is_differentiated_again):
+        if known is not None and known.is_differentiated_again and (
+                call not in self._with_double_backward):
+            self._with_double_backward.add(call)
+            gc.collect()  # a graph of gradients refers to itself
+        if call in self._with_double_backward:
             self._counts.calls += 1
             self.steps.count(_DIFFERENTIATED_AGAIN)
             return self.plain(*args, **kwargs)

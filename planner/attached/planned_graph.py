@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from weakref import WeakSet, ref
 
 import torch
@@ -12,6 +13,7 @@ from torch import nn
 
 from planner._apply.blocks import Code, PlannedBlocks, code_of
 from planner._apply.call_signature import Call
+from planner._apply.errors import PlanMismatch
 from planner._apply.planned_code import PlannedCode, is_exchangeable
 from planner._apply.symbolic_code import SymbolicCode
 from planner._graph_capture.plain_step.loss import Until
@@ -90,9 +92,15 @@ class PlannedGraph:
             return
         planner = self.planner
         may_exchange = planner is not None and is_exchangeable(plan.spec)
-        self.code = code = code_of(
-            module, plan.sized_spec, may_exchange=may_exchange,
-            traced=planner.take_code() if planner is not None and may_exchange else None)
+        traced = planner.take_code() if planner is not None and may_exchange else None
+        made = partial(code_of, module, plan.sized_spec, may_exchange=may_exchange)
+        try:
+            code = made(traced=traced)
+        except PlanMismatch:
+            if traced is None:
+                raise
+            code = made()  # what was compiled of a copy is not the model's
+        self.code = code
         sizes_vary = planner is not None and planner.sizes_vary
         if isinstance(code, PlannedBlocks):
             code.fall_back(with_least_memory, may_vary=self.may_skip, sizes_vary=sizes_vary)

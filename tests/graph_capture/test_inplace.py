@@ -238,6 +238,20 @@ def test_a_part_of_a_storage_is_never_overwritten():
     assert inplace_candidates(of_spread, own_storage) == ()
 
 
+def test_a_conjugated_operand_is_not_overwritten():
+    graph = fx.Graph()
+    with FakeTensorMode():
+        given = graph.placeholder("given")
+        given.meta["val"] = torch.empty(4, dtype=torch.cfloat)
+        made = graph.call_function(aten.clone.default, (given,))
+        made.meta["val"] = given.meta["val"].clone()
+        conjugated = graph.call_function(aten._conj.default, (made,))
+        conjugated.meta["val"] = made.meta["val"].conj()
+        product = graph.call_function(aten.mul.Tensor, (conjugated, given))
+        product.meta["val"] = conjugated.meta["val"] * given.meta["val"]
+    assert inplace_candidates(product, own_storage) == ()
+
+
 def test_an_operand_that_another_operand_sees_through_a_view_is_kept():
     graph = fx.Graph()
     with FakeTensorMode():
