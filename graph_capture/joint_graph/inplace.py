@@ -68,8 +68,8 @@ def inplace_candidates(
     """Operands of `node`, in order of preference, that its result may overwrite.
 
     `share_storage`: true if two operands live in one storage.  The operand's tensor must have the
-    result's shape, strides, dtype and conjugate bit and cover its whole storage; no other operand may see that
-    storage through a different view.
+    result's shape, strides, dtype and conjugate bit and cover its whole storage; no other operand
+    may see that storage through a different view.
     """
     result = node.meta.get("val")
     if not isinstance(node.target, OpOverload) or not isinstance(result, torch.Tensor):

@@ -39,13 +39,12 @@ class Constant(Wide):
 
 
 class Broken(Wide):
-    """Runs code between two graphs that asks for a value."""
+    """Its graph breaks before the last layer."""
 
     def forward(self, values: torch.Tensor) -> torch.Tensor:
         hidden = self.second(self.first(values).sin()).sin()
-        if hidden.abs().amax() < 0:
-            hidden = hidden + 1
-        return self.third(nn.functional.dropout(hidden, 0.2, self.training)).exp()
+        torch._dynamo.graph_break()
+        return self.third(hidden).exp()
 
 
 class Masked(Wide):
@@ -240,25 +239,6 @@ def test_a_pending_call_ends_under_the_schedule_that_it_began_under():
         losses[each].backward()
     for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(mine.grad, theirs.grad)
-
-
-class Broken(Wide):
-    """Its graph breaks before the last layer."""
-
-    def forward(self, values: torch.Tensor) -> torch.Tensor:
-        hidden = self.second(self.first(values).sin()).sin()
-        torch._dynamo.graph_break()
-        return self.third(hidden).exp()
-
-
-def test_the_graphs_on_both_sides_of_a_break_are_compiled_once():
-    plain = Broken()
-    model = planner.within(copy.deepcopy(plain), "90%")
-    for mine, theirs in zip(train(model, 4), train(plain, 4), strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=1e-6, atol=1e-7)
-    graph, = forward_override(model).graphs
-    assert graph.plans_made > 1
-    assert graph.code.compilations == 2
 
 
 def test_an_output_of_any_size_takes_one_trace():
