@@ -91,6 +91,8 @@ class _Scheduled:
     run_backward: Callable[[list[Any]], Any]
     watched: Sequence[int]
     """Outputs that are taken to be let go before the backward."""
+    cotangents: Sequence[bool]
+    """For each differentiable output, whether its gradient is planned."""
 
     @classmethod
     def of(cls, spec: RewriteSpec, match: Match, place: int, unplanned: Unplanned) -> _Scheduled:
@@ -101,7 +103,7 @@ class _Scheduled:
         return cls(place, scheduled,
                    checked_backward(scheduled.backward, cotangents, region.cotangents, unplanned),
                    places_to_watch(outputs_let_go(spec, match.index, match.lowered),
-                                   match.lowered, graphs))
+                                   match.lowered, graphs), region.cotangents)
 
 
 @dataclass(slots=True, eq=False)
@@ -124,6 +126,11 @@ class _Traced:
         """Outputs of the forward, and the tensor that carries what is saved."""
         assert self.running is not None
         return self.running.graphs.run_forward(args, self.running.run_backward)
+
+    def cotangents(self) -> Sequence[bool]:
+        """For each differentiable output, whether its gradient is planned."""
+        assert self.running is not None
+        return self.running.cotangents
 
 
 @dataclass(slots=True, eq=False)
@@ -155,6 +162,11 @@ class _AnySize:
         assert self.running is not None
         return self.running.graphs.run_forward(args, self.running.run_backward)
 
+    def cotangents(self) -> Sequence[bool]:
+        """For each differentiable output, whether its gradient is planned."""
+        assert self.running is not None
+        return self.running.cotangents
+
     def scheduled(self, spec: RewriteSpec, match: Match, values: Values, unplanned: Unplanned
                   ) -> _Scheduled:
         """The graph as the region that it matches where the symbols have these values."""
@@ -166,7 +178,7 @@ class _AnySize:
         graphs, watched = self.rewritten[match.index]
         like = cotangents_at(lowered, self.sizes, values)
         return _Scheduled(match.index, graphs, checked_backward(
-            graphs.backward, like, region.cotangents, unplanned), watched)
+            graphs.backward, like, region.cotangents, unplanned), watched, region.cotangents)
 
 
 class PlanBackend(OutputWatcher):
@@ -205,6 +217,8 @@ class PlanBackend(OutputWatcher):
         self.met_unplanned_gradient = False
         """True if a gradient came through an output that the plan took for one without."""
         self._unplanned: PlanMismatch | None = None
+        self._replaces = False
+        """True if unplanned gradients of the running backward will be replaced."""
         self._leaves_no_trace = False  # the graph without gradients that was compiled last
         self.planned_runs = 0
         """Number of regions of the plan that have run in this call."""
@@ -345,7 +359,8 @@ class PlanBackend(OutputWatcher):
             watch(outputs, watched, self._output_is_held)
             return outputs if not elided else without_elided(outputs, elided)
 
-        return self._calling(module, run, branches, joint=captured)
+        return self._calling(module, run, branches, joint=captured,
+                             cotangents=lambda: match.region.cotangents)
 
     def _exchangeable(self, module: fx.GraphModule, inputs: Sequence[Any],
                       given: Sequence[str | None], branches: Sequence[Branch]
@@ -436,7 +451,7 @@ class PlanBackend(OutputWatcher):
         symbols = traced.sizes.places_among(inputs)
 
         planned = self._calling(module, self._running(compiled, traced), branches,
-                                joint=traced.joint)
+                                joint=traced.joint, cotangents=traced.cotangents)
 
         def call(*args: Any) -> Any:
             if self.block not in traced.given:
@@ -477,7 +492,7 @@ class PlanBackend(OutputWatcher):
             traced.running = traced.schedules[self.block]
 
         planned = self._calling(traced.module, self._running(compiled, traced), branches,
-                                joint=traced.joint)
+                                joint=traced.joint, cotangents=traced.cotangents)
 
         def call(*args: Any) -> Any:
             if self.block not in traced.unlike:
@@ -495,9 +510,11 @@ class PlanBackend(OutputWatcher):
 
     def _calling(self, module: fx.GraphModule, compiled: Callable[..., Any],
                  branches: Sequence[Branch], *, joint: fx.GraphModule | None = None,
+                 cotangents: Callable[[], Sequence[bool]] = tuple,
                  leaves_no_trace: bool = False) -> Callable[..., Any]:
         """Code that is called in the place of a graph, `module`; `compiled`: runs it; `joint`: its
-        joint graph, where it is one of the plan's."""
+        joint graph, where it is one of the plan's; `cotangents`: for each differentiable output,
+        whether its gradient is planned."""
         written = () if joint is None else _written_places(joint)
         is_whole = len(self._spec.regions) == 1  # its inputs are counted to the end of the step
 
@@ -511,10 +528,10 @@ class PlanBackend(OutputWatcher):
             outputs = compiled(*args)
             pass_absent_gradients(outputs)
             differentiate_again(outputs, args, module, self.tell_of_double_backward,
-                                refuse_double_backward, state=state,
+                                refuse_double_backward, state=state, expected=cotangents(),
                                 holds_inputs=state is not None and (
                                     self.may_take_other_paths or is_whole),
-                                unplanned=self._take_unplanned)
+                                begin=self._begin_to_replace, unplanned=self._take_unplanned)
             return outputs
 
         return call
@@ -539,13 +556,16 @@ class PlanBackend(OutputWatcher):
 
         return aot_backend(partition, forward, backward)(module, list(inputs))
 
+    def _begin_to_replace(self) -> None:
+        self._replaces = True
+
     def _note_unplanned(self, mismatch: PlanMismatch) -> None:
-        if self.fallback is None:
+        if self.fallback is None or not self._replaces:
             raise mismatch
         self._unplanned, self.met_unplanned_gradient = mismatch, True
 
     def _take_unplanned(self) -> PlanMismatch | None:
-        found, self._unplanned = self._unplanned, None
+        found, self._unplanned, self._replaces = self._unplanned, None, False
         return found
 
     def _prepared(self, match: Match, graphs: RewrittenRegion, num_outputs: int

@@ -47,7 +47,8 @@ class CallState:
 
 def differentiate_again(outputs: Sequence[Any], inputs: Sequence[Any], run: Callable[..., Any],
                         tell: Callable[[], object], refuse: Callable[[], object], *,
-                        state: CallState | None = None, holds_inputs: bool = False,
+                        state: CallState | None = None, expected: Sequence[bool] = (),
+                        holds_inputs: bool = False, begin: Callable[[], object] = lambda: None,
                         unplanned: Callable[[], Exception | None] = lambda: None) -> None:
     """Allow gradients through the compiled region behind `outputs` to be differentiated again.
 
@@ -58,7 +59,8 @@ def differentiate_again(outputs: Sequence[Any], inputs: Sequence[Any], run: Call
 
     `state`, `unplanned`: where the first is given, gradients for which the second returns an error
     are replaced in the same way; the error is raised where the inputs are gone, which
-    `holds_inputs` prevents.
+    `holds_inputs` prevents.  `expected`: for each differentiable output, whether its gradient is
+    planned; where others come, `begin` is called before any gradient is replaced.
     """
     # Hooks must not keep alive what the plan lets go of.
     given = [_while_alive(each) if isinstance(each, torch.Tensor) and not holds_inputs
@@ -68,24 +70,32 @@ def differentiate_again(outputs: Sequence[Any], inputs: Sequence[Any], run: Call
             given[place] = lambda value=before: value
     regions = [*dict.fromkeys(region_nodes(outputs))]
     to_come = len(regions)
+
+    def end() -> None:
+        nonlocal to_come
+        to_come -= 1
+        if not to_come and not backward_keeps_graph():
+            given[:] = [lambda: None] * len(given)  # the output may live on
+
     for region in regions:
         places, weak = _places(region, outputs), weakref.proxy(region)
 
-        def begun(_: object, node: Any = weak,
+        def begun(cotangents: _Gradients, node: Any = weak,
                   places: Sequence[tuple[int, bool, int]] = places) -> None:
             is_again = torch.is_grad_enabled()
             if is_again:
                 tell()
             elif state is None:
                 return
+            elif _are_expected(cotangents, places, expected):
+                end()  # a hook on what is made would keep the cotangents until then
+                return
+            begin()
 
             def made(gradients: _Gradients, cotangents: _Gradients) -> _Gradients:
-                nonlocal to_come
                 handle.remove()
                 found = replaced(gradients, cotangents)
-                to_come -= 1
-                if not to_come and not backward_keeps_graph():
-                    given[:] = [lambda: None] * len(given)  # the output may live on
+                end()
                 return found
 
             def replaced(gradients: _Gradients, cotangents: _Gradients) -> _Gradients:
@@ -140,6 +150,15 @@ def _places(node: Any, outputs: Sequence[Any]) -> list[tuple[int, bool, int]]:
             if own is not None and own.grad_fn is node:
                 found.append((place, is_view, own.output_nr))
     return found
+
+
+def _are_expected(cotangents: _Gradients, places: Sequence[tuple[int, bool, int]],
+                  expected: Sequence[bool]) -> bool:
+    """True if all cotangents come through outputs from which the plan expects them."""
+    numbers = sorted({number for _, _, number in places})
+    return len(numbers) == len(expected) and all(
+        is_expected or cotangents[number] is None
+        for number, is_expected in zip(numbers, expected, strict=True))
 
 
 def _gradients(run: Callable[..., Any], given: Sequence[Callable[[], Any]],
