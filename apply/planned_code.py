@@ -118,7 +118,7 @@ class CompiledCode:
         plain = (nullcontext() if self._is_compiled or self._is_of_blocks
                  else as_plain_code(partial(known_tensors, module, args, kwargs)))
         with (compile_settings(donated_buffers=self._is_compiled), plain,
-              self._marked_sizes(args, kwargs), self._entered()):
+              self._marked_sizes(module, own, args, kwargs), self._entered()):
             try:
                 output = self._compiled[trained](module, own, *args, **kwargs)
             except BackendCompilerFailed as error:
@@ -141,8 +141,8 @@ class CompiledCode:
         """Inside, what is compiled is compiled by this backend."""
         return nullcontext()
 
-    def _marked_sizes(self, args: tuple[Any, ...], kwargs: dict[str, Any]
-                      ) -> AbstractContextManager[None]:
+    def _marked_sizes(self, module: nn.Module, own: Forward | None, args: tuple[Any, ...],
+                      kwargs: dict[str, Any]) -> AbstractContextManager[None]:
         """Inside, sizes of these arguments are marked as the code takes them."""
         return sizes_as_they_are((args, kwargs))
 
@@ -190,8 +190,9 @@ class PlannedCode(CompiledCode):
                                dynamic=None if self._sizes_vary else False)
 
     @contextlib.contextmanager
-    def _marked_sizes(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[None]:
-        with (super()._marked_sizes(args, kwargs),
+    def _marked_sizes(self, module: nn.Module, own: Forward | None, args: tuple[Any, ...],
+                      kwargs: dict[str, Any]) -> Iterator[None]:
+        with (super()._marked_sizes(module, own, args, kwargs),
               varying_sizes() if self._sizes_vary else nullcontext()):
             yield
 

@@ -200,14 +200,10 @@ class SymbolicBackend(OutputWatcher):
         return torch.compiler.disable(call)
 
 
-NamedTensors = Callable[[tuple[Any, ...], dict[str, Any]], Mapping[str, torch.Tensor]]
-"""The tensors among a call's arguments, by name."""
-
-
 class SymbolicCode(CompiledCode):
     """Compiled code of the model with symbolic sizes, under whatever schedule its graph has."""
 
-    def __init__(self, model: nn.Module, cotangents: Sequence[bool], tensors_of: NamedTensors, *,
+    def __init__(self, model: nn.Module, cotangents: Sequence[bool], *,
                  returns_in_order: bool = False) -> None:
         """`returns_in_order`: it is taken that the graph returns what the model does, in its order;
         a trial raises `PlanMismatch` where it does not."""
@@ -215,8 +211,7 @@ class SymbolicCode(CompiledCode):
         super().__init__(type(model).__name__, backend)
         self._paths = [self._compiled]
         """What is compiled of each path; that of the last call comes first."""
-        self._returns_in_order = returns_in_order
-        self._tensors_of, self._symbolic = tensors_of, backend
+        self._returns_in_order, self._symbolic = returns_in_order, backend
 
     def call_block(self, block: str, module: nn.Module, own: Forward | None, /, *args: Any,
                    **kwargs: Any) -> Any:
@@ -266,8 +261,9 @@ class SymbolicCode(CompiledCode):
         return compile_forward(self._name, self._backend, dynamic=None)
 
     @contextlib.contextmanager
-    def _marked_sizes(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[None]:
-        tensors = self._symbolic.tensors = self._tensors_of(args, kwargs)
+    def _marked_sizes(self, module: nn.Module, own: Forward | None, args: tuple[Any, ...],
+                      kwargs: dict[str, Any]) -> Iterator[None]:
+        tensors = self._symbolic.tensors = input_tensors(module, own, args, kwargs)
         try:
             with sizes_as_they_are((args, kwargs)), symbolic_dimensions([
                     (tensor, sorted(self.dimensions.get(name, ())))
@@ -283,29 +279,20 @@ class SizedCode(SymbolicCode):
 
     def __init__(self, model: nn.Module, spec: RewriteSpec) -> None:
         assert spec.sizes is not None, "a rewrite spec for a range of sizes"
-        super().__init__(model, spec.regions[0].cotangents, self._tensors)
+        super().__init__(model, spec.regions[0].cotangents)
         self._spec, self._sizes = spec, spec.sizes
-        self._called: tuple[nn.Module, Forward | None] | None = None
         for each in spec.sizes.dimensions:
             self.dimensions.setdefault(each.input, {})[each.dimension] = each.size
 
     def __call__(self, module: nn.Module, own: Forward | None, /, *args: Any, **kwargs: Any
                  ) -> Any:
         """Call the module.  `own`: the forward that the instance has; `None`: that of its class."""
-        self._called = module, own
+        check_ranges(self._sizes, input_tensors(module, own, args, kwargs))
         try:
-            check_ranges(self._sizes, self._tensors(args, kwargs))
-            try:
-                return super().__call__(module, own, *args, **kwargs)
-            except SizesNotPlanned as unknown:
-                self._adopt(unknown.graph)
             return super().__call__(module, own, *args, **kwargs)
-        finally:
-            self._called = None
-
-    def _tensors(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, torch.Tensor]:
-        assert self._called is not None, "it is being called"
-        return input_tensors(*self._called, args, kwargs)
+        except SizesNotPlanned as unknown:
+            self._adopt(unknown.graph)
+        return super().__call__(module, own, *args, **kwargs)
 
     def _adopt(self, target: SymbolicCallable) -> None:
         """Run the rewrite spec on this graph; raises `PlanMismatch` where it is another one."""

@@ -76,12 +76,8 @@ class SymbolicGraph(PlannedGraph):
         self.has_run = False
         self._plans: dict[Schedule, Plan] = {}
         self._is_for_more_sizes = False
-
-        def tensors_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Mapping[str, torch.Tensor]:
-            return input_tensors(module, inner, args, kwargs)
-
-        self.tensors_of = tensors_of
-        self.code = SymbolicCode(module, fixed.planner.cotangents, tensors_of,
+        self._tensors_of = partial(input_tensors, module, inner)
+        self.code = SymbolicCode(module, fixed.planner.cotangents,
                                  returns_in_order=fixed.planner.chose_blocks)
 
     def compile_again(self, module: nn.Module) -> None:
@@ -151,12 +147,12 @@ class SymbolicGraph(PlannedGraph):
         """The step of a call of the sizes that were chosen."""
         assert self.target is not None
         return SymbolicStep.of(self.target.region, self.outputs, self.code.dimensions,
-                               self.tensors_of(args, kwargs))
+                               self._tensors_of(args, kwargs))
 
     def arguments_at(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]
                      ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments of a call, with tensors of the sizes of another one."""
-        names = {id(tensor): name for name, tensor in self.tensors_of(args, kwargs).items()}
+        names = {id(tensor): name for name, tensor in self._tensors_of(args, kwargs).items()}
         sizes = call.sizes
         resized: dict[int, torch.Tensor] = {}
 
