@@ -36,9 +36,8 @@ from planner.arguments.planning import (
 )
 from planner.errors import CaptureError, InfeasibleBudget, PlanMismatch
 from planner.plans.decisions import build_spec, schedule_of
-from planner.plans.plan import Plan
+from planner.plans.plan import Plan, summarize
 from planner.progress import Progress, watched
-from planner.reporters.one_line import summarize
 from planner.search.agreement import agreed
 from planner.search.planning import Effort, plan_within, told_in_percent, with_alternatives
 from planner.search.variants import USUAL_TIME_LIMIT

@@ -33,8 +33,7 @@ from planner.api import plan, plan_step
 from planner.arguments.budget import parse_budget
 from planner.arguments.planning import PlanArguments, Planning
 from planner.errors import InfeasibleBudget, PlanMismatch
-from planner.plans.plan import Plan
-from planner.reporters.one_line import summarize
+from planner.plans.plan import Plan, summarize
 
 log = logging.getLogger("planner.torch_compile_backend")
 

@@ -92,9 +92,8 @@ from planner.attached.planned_graph import (
 )
 from planner.attached.symbolic_graph import SymbolicGraph, SymbolicGraphs
 from planner.errors import InfeasibleBudget
-from planner.plans.plan import Plan
+from planner.plans.plan import Plan, summarize
 from planner.progress import Watch, watched
-from planner.reporters.one_line import summarize
 from planner.step.wrapped import defers_reduction, other_ranks
 from planner.units import format_bytes
 

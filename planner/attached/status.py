@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from planner.plans.plan import Plan
-from planner.reporters.one_line import summarize
+from planner.plans.plan import Plan, summarize
 from planner.units import format_bytes
 
 

@@ -17,8 +17,7 @@ from torch import nn
 from planner.arguments.planning import PlanArguments
 from planner.attached.observing import OnNew
 from planner.attached.within import attach, plan_of, settings_of
-from planner.plans.plan import Plan
-from planner.reporters.one_line import summarize
+from planner.plans.plan import Plan, summarize
 from planner.running.applying import steps_of
 
 log = logging.getLogger("planner")

@@ -22,6 +22,7 @@ from planner.plans.document import Change, Predicted
 from planner.solvers.problem import Link
 from planner.solvers.result import Status
 from planner.step.categories import StepTimeline
+from planner.units import format_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,3 +167,14 @@ class Plan(Predicted):
         from planner.reporters.table import plain_text, plan_report
 
         return plain_text(plan_report(self))
+
+
+def summarize(plan: Plan) -> str:
+    """Budget, peak, and extent of recomputation, in one line for logs."""
+    recomputed = sum(row.action == "recompute" for row in plan.decisions)
+    limit = "no budget" if plan.budget_bytes is None else (
+        f"budget {format_bytes(plan.budget_bytes)}")
+    return (f"planned for {plan.backend}: {limit}, predicted peak "
+            f"{format_bytes(plan.peak_bytes)} (as the model runs today "
+            f"{format_bytes(plan.baseline_peak_bytes)}), {recomputed} of {len(plan.decisions)} ops "
+            f"recomputed, estimated extra time {plan.overhead:.1%}")
