@@ -12,30 +12,8 @@ from dataclasses import dataclass, fields
 from planner._graph_capture.training_graph import BufferKind
 
 
-class ByCategory(Mapping[str, int]):
-    """Base of frozen dataclasses of byte counts: a mapping from field to bytes, in the order of the
-    fields; the categories sum to the peak."""
-
-    __slots__ = ()
-
-    def __getitem__(self, category: str) -> int:
-        if category not in tuple(self):
-            raise KeyError(category)
-        size_bytes: int = getattr(self, category)
-        return size_bytes
-
-    def __iter__(self) -> Iterator[str]:
-        return (field.name for field in fields(self))  # type: ignore[arg-type]
-
-    def __len__(self) -> int:
-        return len(fields(self))  # type: ignore[arg-type]
-
-    def __hash__(self) -> int:
-        return hash(tuple(self.values()))
-
-
 @dataclass(frozen=True, slots=True, eq=False)
-class MemoryByCategory(ByCategory):
+class MemoryByCategory(Mapping[str, int]):
     """A mapping from category to bytes, in a fixed order; the categories sum to the peak."""
 
     parameters: int = 0
@@ -48,6 +26,21 @@ class MemoryByCategory(ByCategory):
     """Results of the forward, and state for their recomputation (of the random generator)."""
     temporaries: int = 0
     """Gradients of activations, workspace of single ops, temporaries of the optimizer's step."""
+
+    def __getitem__(self, category: str) -> int:
+        if category not in tuple(self):
+            raise KeyError(category)
+        size_bytes: int = getattr(self, category)
+        return size_bytes
+
+    def __iter__(self) -> Iterator[str]:
+        return (field.name for field in fields(self))
+
+    def __len__(self) -> int:
+        return len(fields(self))
+
+    def __hash__(self) -> int:
+        return hash(tuple(self.values()))
 
     @property
     def total_bytes(self) -> int:
