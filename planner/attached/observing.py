@@ -213,7 +213,7 @@ class ObservingForward(CountingForward):
 
     def _share_step(self, graph: PlannedGraph) -> None:
         """Note that a graph of this model takes part in the step."""
-        watching = _observing()
+        watching = observers()
         if graph.share_step(self._graphs_of_step):
             for each in watching:
                 each._learned += 1
@@ -320,7 +320,7 @@ class ObservingForward(CountingForward):
     def _gradients_of_others(self) -> list[torch.Tensor]:
         """Gradients of other planned models of the same loop."""
         mine = model_of(self.__self__)
-        others = {model_of(each.__self__) for each in _observing()
+        others = {model_of(each.__self__) for each in observers()
                   if each._last_call > self._begun} - {mine}
         return [gradient for model in others for gradient in gradients_of(model)]
 
@@ -330,7 +330,7 @@ class ObservingForward(CountingForward):
 
     def _tensors_of_others(self) -> list[torch.Tensor]:
         """Parameters, buffers and gradients of other planned models of the same loop."""
-        return [tensor for each in _observing() if each._last_call > self._begun
+        return [tensor for each in observers() if each._last_call > self._begun
                 for tensor in tensors_of(each.__self__)]
 
     def _tensors_held(self, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -499,10 +499,6 @@ class ObservingForward(CountingForward):
         if (self._watch is not None and running_node_number() is None
                 and self._watch.end()):
             self._watch = None
-
-
-def _observing() -> list[ObservingForward]:
-    return [each for each in observers() if isinstance(each, ObservingForward)]
 
 
 def alive(optimizers: Iterable[ref[Optimizer]]) -> list[Optimizer]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterable, Set
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
 from torch import nn
@@ -20,22 +20,14 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
+if TYPE_CHECKING:
+    from planner.attached.observing import ObservingForward
 
-class StepObserver(Protocol):
-    """Receives every optimizer step."""
-
-    def stepping(self, optimizer: Optimizer) -> None:
-        """Called before any optimizer steps."""
-
-    def stepped(self, optimizer: Optimizer) -> None:
-        """It has stepped."""
-
-
-_observers: WeakSet[Any] = WeakSet()
+_observers: WeakSet[ObservingForward] = WeakSet()
 _hooks: list[Any] = []
 
 
-def observe(observer: StepObserver) -> None:
+def observe(observer: ObservingForward) -> None:
     """Report all optimizer steps to `observer` while it is alive."""
     _observers.add(observer)
     if not _hooks:
@@ -64,12 +56,12 @@ def _updates(optimizer: Optimizer, parameters: Set[int]) -> bool:
     return any(id(each) in parameters for group in groups for each in group["params"])
 
 
-def stop_observing(observer: StepObserver) -> None:
+def stop_observing(observer: ObservingForward) -> None:
     """Report no more steps to `observer`."""
     _observers.discard(observer)
 
 
-def observers() -> list[Any]:
+def observers() -> list[ObservingForward]:
     """The observers that are alive."""
     return list(_observers)
 
