@@ -11,7 +11,6 @@ Blind spot: a block that is called outside of its model runs without the plan.
 
 from __future__ import annotations
 
-import contextlib
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -204,10 +203,14 @@ def code_of(model: nn.Module, spec: RewriteSpec, *, may_exchange: bool = False,
     return PlannedCode(model, model, spec, may_exchange=may_exchange, traced=traced)
 
 
-def attempt(code: Code | CompiledCode, module: nn.Module, own: Forward | None, /,
-            *args: Any, **kwargs: Any) -> Any:
-    """The call `code(module, own, ...)`, which leaves random state and buffers as they were where
-    it raises `PlanMismatch`, though a part may have run."""
+def run_step(code: Code | CompiledCode, spec: RewriteSpec, module: nn.Module, own: Forward | None,
+             args: tuple[Any, ...], kwargs: dict[str, Any], *, is_trial: bool = False) -> Any:
+    """Call `code(module, own, ...)` with the arguments that the rewrite spec expects.  `is_trial`:
+    random state and buffers are left as they were where the call raises `PlanMismatch`, though a
+    part may have run."""
+    args, kwargs = with_distinct_tensors(args, {**dict(spec.overrides), **kwargs})
+    if not is_trial:
+        return code(module, own, *args, **kwargs)
     restore = remembered_state(module)
     code.is_trial = True
     try:
@@ -217,15 +220,6 @@ def attempt(code: Code | CompiledCode, module: nn.Module, own: Forward | None, /
         raise
     finally:
         code.is_trial = False
-
-
-def run_step(code: Code | CompiledCode, spec: RewriteSpec, module: nn.Module, own: Forward | None,
-             args: tuple[Any, ...], kwargs: dict[str, Any], *, is_trial: bool = False) -> Any:
-    """Call `code(module, own, ...)` with the arguments that the rewrite spec expects.  `is_trial`:
-    through `attempt`."""
-    run = partial(attempt, code) if is_trial else code
-    args, kwargs = with_distinct_tensors(args, {**dict(spec.overrides), **kwargs})
-    return run(module, own, *args, **kwargs)
 
 
 def check_blocks(model: nn.Module, spec: RewriteSpec) -> None:
@@ -256,7 +250,7 @@ def _checkpointed(run: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     def call(*args: Any, **kwargs: Any) -> Any:
         nonlocal runs
         runs += 1
-        with contextlib.nullcontext() if runs == 1 else dice.again():
+        with nullcontext() if runs == 1 else dice.again():
             return run(*args, **kwargs)
 
     return checkpoint(call, *args, use_reentrant=False, **kwargs)
