@@ -115,7 +115,8 @@ class FullyShardedLayout(_Layout):
         self._reshard = {"zero2": False, "zero3": True}.get(
             parallel.kind, parallel.reshard_after_forward)
         self._names = unit_names(fake_copy.model, parallel.units)
-        self._kept = kept_modules(fake_copy.model, parallel, self._names)
+        self._kept = frozenset(_named(
+            parallel.kept_units, [name for unit in self._names for name in unit], "kept_units"))
         units = make_units(fake_copy.model, self._names, self._reshard, self._kept)
         self._precision = _precision(model, parallel)
         # Offloaded parameters are in host memory, which on a CPU is the device's own, too.
@@ -221,14 +222,6 @@ def unit_names(model: nn.Module, patterns: Sequence[str | tuple[str, ...]] | Non
     if twice is not None:
         raise ValueError(f"units: {twice!r} is in two units; name it once")
     return tuple(chosen)
-
-
-def kept_modules(model: nn.Module, parallel: DataParallel, units: Sequence[tuple[str, ...]]
-                 ) -> frozenset[str]:
-    """Names of the modules that `parallel.kept_units` means; raises `ValueError` for one that names
-    no unit."""
-    return frozenset(_named(parallel.kept_units, [name for unit in units for name in unit],
-                            "kept_units"))
 
 
 def _named(patterns: Sequence[str], names: Collection[str], setting: str) -> tuple[str, ...]:
