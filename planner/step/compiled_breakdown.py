@@ -25,14 +25,6 @@ _TO_CAPTURE = 1.3
 """Time to generate the code of a whole step, relative to its capture, until some was generated."""
 
 
-class _Decided(NamedTuple):
-    """Everything that the code of a block depends on."""
-
-    decisions: tuple[object, ...]
-    kernel_order: bool
-    low_memory_codegen: bool
-
-
 class _Generated(NamedTuple):
     backend: InductorBackend
     code: GraphCode
@@ -58,7 +50,7 @@ class CompiledBreakdown:
     _known: dict[RewriteSpec, CompiledStep] = field(default_factory=dict)
     _estimated: dict[RewriteSpec, CompiledStep] = field(default_factory=dict)
     _seconds: dict[RewriteSpec, float] = field(default_factory=dict)
-    _generated: dict[_Decided, _Generated] = field(default_factory=dict)
+    _generated: dict[tuple[object, ...], _Generated] = field(default_factory=dict)
     _backend: InductorBackend | None = None
 
     def __post_init__(self) -> None:
@@ -142,5 +134,6 @@ class CompiledBreakdown:
         return _Generated(backend, GraphCode(backend), shared)
 
 
-def _decided(shared: SharedCode, spec: RewriteSpec) -> _Decided:
-    return _Decided(shared.kind, spec.kernel_order, spec.low_memory_codegen)
+def _decided(shared: SharedCode, spec: RewriteSpec) -> tuple[object, ...]:
+    """Everything that the code of a block depends on."""
+    return shared.kind, spec.kernel_order, spec.low_memory_codegen
