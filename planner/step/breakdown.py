@@ -9,20 +9,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from itertools import accumulate
-from typing import NamedTuple
 
 from planner._graph_capture.training_graph import BufferKind, Phase, TrainingGraph, TrainingOp
 from planner.solvers.simulator import Timeline
 from planner.step.budget import StepBreakdown
 from planner.step.variant import Variant
 from planner.units import format_bytes
-
-
-class Holder(NamedTuple):
-    """Memory of one op, or of one kind, at one position of the step."""
-
-    size_bytes: int
-    what: str
 
 
 def breakdown(variant: Variant, timeline: Timeline) -> StepBreakdown:
@@ -67,13 +59,13 @@ def backward_begins(graph: TrainingGraph, timeline: Timeline) -> int:
                  if graph.ops[index].phase is Phase.BACKWARD), len(timeline.schedule))
 
 
-def holders_at(graph: TrainingGraph, timeline: Timeline, position: int) -> list[Holder]:
-    """Memory alive at one position of forward, loss and backward, by op, largest first."""
+def holders_at(graph: TrainingGraph, timeline: Timeline, position: int) -> list[tuple[str, int]]:
+    """Memory alive at one position of forward, loss and backward, by op or kind, largest first."""
     held: Counter[str] = Counter()
     for what, size_bytes in _alive_at(graph, timeline, position):
         held[what] += size_bytes
-    return sorted((Holder(size, what) for what, size in held.items() if size),
-                  key=lambda holder: (-holder.size_bytes, holder.what))
+    return sorted(((what, size) for what, size in held.items() if size),
+                  key=lambda holder: (-holder[1], holder[0]))
 
 
 _HOLDERS_SHOWN = 5
@@ -98,9 +90,8 @@ def describe_bottleneck(variant: Variant, timeline: Timeline) -> str:
     position = timeline.peak_position
     running = graph.ops[timeline.op_at(position)]
     holders = holders_at(graph, timeline, position)
-    lines = [f"{format_bytes(holder.size_bytes)} {holder.what}"
-             for holder in holders[:_HOLDERS_SHOWN]]
-    rest = sum(holder.size_bytes for holder in holders[_HOLDERS_SHOWN:])
+    lines = [f"{format_bytes(size)} {what}" for what, size in holders[:_HOLDERS_SHOWN]]
+    rest = sum(size for _, size in holders[_HOLDERS_SHOWN:])
     if rest:
         lines.append(f"{format_bytes(rest)} in {len(holders) - _HOLDERS_SHOWN} others")
     where = f" ({running.source})" if running.source else ""

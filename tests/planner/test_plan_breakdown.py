@@ -25,7 +25,7 @@ def test_the_categories_sum_to_the_memory_at_every_run(step, data):
     timeline = unroll(problem, legal_schedule(data, problem))
     for position, size in enumerate(timeline.memory_bytes):
         assert sum(memory_at(step.graph, timeline, position).values()) == size
-        assert sum(h.size_bytes for h in holders_at(step.graph, timeline, position)) == size
+        assert sum(held for _, held in holders_at(step.graph, timeline, position)) == size
 
 
 @settings(max_examples=60, deadline=None)
