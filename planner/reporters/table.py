@@ -270,10 +270,10 @@ def _cut(modules: dict[tuple[str, ...], Totals], depth: int) -> dict[tuple[str, 
 
 def _fold(modules: dict[tuple[str, ...], Totals]) -> tuple[LayerRow, ...]:
     """Merge modules that differ in one number only and have equal decisions."""
-    rows = [(path, 1, totals, totals) for path, totals in modules.items()]
+    rows = [(path, 1, totals) for path, totals in modules.items()]
     for place in range(max((len(path) for path in modules), default=0) - 1, -1, -1):
         groups: dict[tuple[tuple[str, ...], bool, int, Totals], list[int]] = {}
-        for position, (path, count, each, _) in enumerate(rows):
+        for position, (path, count, each) in enumerate(rows):
             numbered = place < len(path) and path[place].isdecimal()
             blank = (*path[:place], "*", *path[place + 1:]) if numbered else path
             groups.setdefault((blank, numbered, count, each), []).append(position)
@@ -282,12 +282,10 @@ def _fold(modules: dict[tuple[str, ...], Totals]) -> tuple[LayerRow, ...]:
             if numbered:
                 span = _ranges([int(rows[m][0][place]) for m in members])
                 path = (*path[:place], span, *path[place + 1:])
-            totals = Totals()
-            for member in members:
-                totals += rows[member][3]
-            folded.append((path, count * len(members), each, totals))
+            folded.append((path, count * len(members), each))
         rows = folded
-    return tuple(LayerRow(".".join(path), count, totals) for path, count, _, totals in rows)
+    return tuple(LayerRow(".".join(path), count, sum([each] * count, Totals()))
+                 for path, count, each in rows)
 
 
 def _ranges(numbers: Sequence[int]) -> str:
