@@ -12,7 +12,7 @@ from contextlib import contextmanager, redirect_stdout, suppress
 from contextvars import ContextVar
 from enum import IntEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TextIO, TypeVar
+from typing import TYPE_CHECKING, Any, TextIO
 
 import typer
 
@@ -110,19 +110,8 @@ def _in_one_line(text: str) -> str:
                    for each in " ".join(text.split()))
 
 
-class Documented(Protocol):
-    """A result that can be printed as JSON."""
-
-    def to_dict(self) -> dict[str, Any]:
-        """The result as JSON values."""
-        ...
-
-
-R = TypeVar("R", bound=Documented)
-
-
-def print_result(result: R, report: Callable[[R], RenderableType], *, json: bool) -> None:
-    """Print one result, as JSON or by its reporter."""
+def print_result(result: Any, report: Callable[[Any], RenderableType], *, json: bool) -> None:
+    """Print one result, as JSON by its `to_dict()`, or by its reporter."""
     if json:
         print_json(result.to_dict())
     else:
