@@ -281,7 +281,7 @@ class _Search:
                 f"no {self.what} from {size} on fits in {self.budget_bytes:,} bytes without a "
                 f"plan: the plain step of {size} takes {step.plain_bytes:,} bytes; "
                 "look for one with plan=True")
-        least = self.feasibility.least_overhead(size // self.wishes.multiple_of)
+        least = self.feasibility.overheads.get(size // self.wishes.multiple_of)
         if least is not None:
             enough = step.takes_bytes(step.base, step.base.problem.keep_all_schedule)
             return InfeasibleBudget(
@@ -327,7 +327,7 @@ class _Search:
             plain_next=size(plain.high), plain_next_peak_bytes=peak(plain.high),
             planned=size(planned.low), planned_next=size(planned.high),
             planned_next_minimum_bytes=self.feasibility.minimum_bytes.get(planned.high or -1),
-            proven=self.feasibility.is_proven(planned.high),
+            proven=planned.high in self.feasibility.proven,
             overhead_limit=self.wishes.overhead, plan=plan,
             plain_seconds_per_item=seconds(plain.low),
             planned_seconds_per_item=seconds(planned.low, plan.overhead if plan else 0.0),
@@ -345,8 +345,10 @@ class Feasibility:
         """A schedule within the budget and the limit on overhead, if known."""
         self.minimum_bytes: dict[int, int] = {}
         """The smallest budget known to be feasible at a number that was searched."""
-        self._overheads: dict[int, float] = {}  # the least known within the budget
-        self._proven: set[int] = set()  # numbers at which no plan exists
+        self.overheads: dict[int, float] = {}
+        """The least extra time of the plans found within the budget."""
+        self.proven: set[int] = set()
+        """Numbers at which no plan exists."""
         self._small: list[Schedule] = []  # schedules of small peaks
 
     def largest(self, first: int, last: int, known: Bracket) -> Bracket:
@@ -359,21 +361,13 @@ class Feasibility:
             return Bracket(below.low, below.high if below.low != start - 1 else bracket.high)
         return bracket
 
-    def is_proven(self, number: int | None) -> bool:
-        """True if it is proven that no plan exists."""
-        return number in self._proven
-
-    def least_overhead(self, number: int) -> float | None:
-        """The least extra time of the plans found within the budget; `None` if none was found."""
-        return self._overheads.get(number)
-
     def fits(self, number: int) -> bool | None:
         """True if a plan is known or found at the number; `None` if the step cannot be captured."""
         step = self._steps.at(number * self._multiple_of)
         if step is None:
             return None
         if not step.may_fit(self._budget_bytes):
-            self._proven.add(number)
+            self.proven.add(number)
             return False
         return self._fits_known(number, step) or self._search(number, step)
 
@@ -405,7 +399,7 @@ class Feasibility:
                 self.minimum_bytes[number] = step.budget.whole_bytes(found.minimum_bytes)
                 return False
             if found.overhead_bound > limit:
-                self._proven.add(number)
+                self.proven.add(number)
         return self._accept(number, step, variant, schedule)
 
     def _accept(self, number: int, step: PreparedStep, variant: Variant, schedule: Schedule
@@ -417,7 +411,7 @@ class Feasibility:
             return False
         base = variant.base_seconds
         overhead = (cost - base) / base if base else 0.0
-        self._overheads[number] = min(overhead, self._overheads.get(number, math.inf))
+        self.overheads[number] = min(overhead, self.overheads.get(number, math.inf))
         if self._overhead_limit is not None and overhead > self._overhead_limit:
             return False
         self.schedules[number] = schedule
@@ -430,7 +424,7 @@ class Feasibility:
         if self._overhead_limit is None:
             return self._guess_by_memory()
         # Overhead grows approximately as a power of the size.
-        points = {number: math.log(overhead) for number, overhead in self._overheads.items()
+        points = {number: math.log(overhead) for number, overhead in self.overheads.items()
                   if overhead > 0}
         limit = self._overhead_limit
         if len(points) < 2 or limit <= 0:
