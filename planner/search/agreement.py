@@ -99,17 +99,14 @@ def _wait(store: dist.Store, key: str, maker: str | None, rank: object = "?") ->
     except Exception as error:  # depends on the store: a time-out, a closed connection
         if maker is not None and store.check([maker]):
             rank = store.get(maker).decode()
+        limit = getattr(store, "timeout", None)
+        within = "the group's time-out" if limit is None else f"{limit.total_seconds():.0f} s"
         raise PlannerError(
-            f"rank {rank} has not given its part of planning within {_time_out(store)}: it may "
+            f"rank {rank} has not given its part of planning within {within}: it may "
             "have stopped, or plan for longer than the group's time-out (timeout= of "
             "init_process_group)") from error
     text: str = store.get(key).decode()
     return text
-
-
-def _time_out(store: dist.Store) -> str:
-    found = getattr(store, "timeout", None)
-    return "the group's time-out" if found is None else f"{found.total_seconds():.0f} s"
 
 
 def _question(prepared: PreparedStep, limit_bytes: int | None, effort: Effort, purpose: str) -> str:
