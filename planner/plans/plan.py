@@ -108,15 +108,17 @@ class Plan(Predicted):
         Raises `PlanMismatch` for a size outside `ranges`, and `TypeError` for a name that is none
         of them.
         """
-        from planner.plans.sizes import peak_bytes_at
+        from planner.plans.sizes import sized_peak, values_of
 
-        return peak_bytes_at(self, sizes)
+        values = values_of(self, sizes)
+        return sized_peak(self).bytes_at(values) if sizes else self.peak_bytes
 
     def resident_bytes_at(self, **sizes: int) -> int:
         """Resident memory of a step of these sizes; otherwise as `peak_bytes_at`."""
-        from planner.plans.sizes import resident_bytes_at
+        from planner.plans.sizes import sized_peak, values_of
 
-        return resident_bytes_at(self, sizes)
+        values = values_of(self, sizes)
+        return sized_peak(self).resident_bytes_at(values) if sizes else self.resident_bytes
 
     def apply(self, model: nn.Module, *,
               replan: Callable[[nn.Module, Any], Plan] | None = None) -> nn.Module:

@@ -19,13 +19,7 @@ if TYPE_CHECKING:
     from planner.plans.plan import Plan
 
 
-def peak_bytes_at(plan: Plan, sizes: Mapping[str, int]) -> int:
-    """See `Plan.peak_bytes_at`."""
-    values = _values(plan, sizes)
-    return sized_peak(plan).bytes_at(values) if sizes else plan.peak_bytes
-
-
-def _values(plan: Plan, sizes: Mapping[str, int]) -> dict[str, int]:
+def values_of(plan: Plan, sizes: Mapping[str, int]) -> dict[str, int]:
     """The value of each named size; raises as `Plan.peak_bytes_at`."""
     ranges = plan.ranges
     unknown = [name for name in sizes if name not in ranges]
@@ -43,12 +37,6 @@ def _values(plan: Plan, sizes: Mapping[str, int]) -> dict[str, int]:
                                f"{name} {values[name]} is outside of the sizes that the plan "
                                f"serves, {smallest} to {largest}: make a plan for it by itself")
     return values
-
-
-def resident_bytes_at(plan: Plan, sizes: Mapping[str, int]) -> int:
-    """See `Plan.resident_bytes_at`."""
-    values = _values(plan, sizes)
-    return sized_peak(plan).resident_bytes_at(values) if sizes else plan.resident_bytes
 
 
 def fits(plan: Plan, values: Mapping[str, int]) -> bool:
