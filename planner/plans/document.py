@@ -9,7 +9,6 @@ that they come from (`SOURCES` of `planner.plans.schema`).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
@@ -20,7 +19,6 @@ from planner._apply.rewrite_spec import (
     InplaceReuse,
     Insertion,
     ParameterKey,
-    RegionSpec,
     SymbolicSizes,
 )
 from planner._graph_capture.training_graph import (
@@ -187,14 +185,11 @@ def document_of(plan: Plan) -> Document:
         Document, plan, spec, schema_version=SCHEMA_VERSION, fingerprint="",
         created_with=dict(plan.created_with), overrides=dict(spec.overrides),
         solver=pick(SolverRow, plan, name=plan.solver), predicted=pick(Predicted, plan),
-        regions=tuple(_region_row(region, decisions) for region in spec.regions),
+        regions=tuple(
+            pick(RegionRow, region, decisions=tuple(next(decisions) for _ in region.forward))
+            for region in spec.regions),
         ops=tuple(pick(OpRow, op, region=None if op.region < 0 else op.region)
                   for op in spec.ops))
-
-
-def _region_row(region: RegionSpec, decisions: Iterator[Decision]) -> RegionRow:
-    """The row of a region; takes the decisions of its ops from `decisions`."""
-    return pick(RegionRow, region, decisions=tuple(next(decisions) for _ in region.forward))
 
 
 def ops_of(document: Document) -> tuple[TrainingOp, ...]:
