@@ -181,10 +181,19 @@ class Planning:
         if self.optimizer_in_backward:
             check_in_backward(self.backend, self.accumulation, self.parallel)
         if "offload" in self.allow:
-            self._check_offload()
+            _check_together('allow="offload"', {
+                'cost_model="flops", in which copies have no cost': self.cost_model == "flops",
+                'budget_of="reserved"': self.budget_of == "reserved"})
         object.__setattr__(self, "dynamic", _checked_dynamic(self.dynamic))
         if self.dynamic:
-            self._check_dynamic()
+            _check_together("dynamic=", {
+                f"backend={self.backend!r}": self.backend != "eager",
+                "parallel=": self.parallel is not None,
+                f"regions={self.regions!r}": self.regions not in (None, "model"),
+                'allow="chunk"': "chunk" in self.allow,
+                'allow="offload"': "offload" in self.allow,
+                'budget_of="reserved"': self.budget_of == "reserved",
+                "optimizer_in_backward=True": self.optimizer_in_backward})
         if self.gpu is not None:
             from planner._graph_capture.op_costs.devices import known_gpu
 
@@ -206,33 +215,6 @@ class Planning:
                 raise TypeError(f"{function.__name__}() got an unexpected keyword argument "
                                 f"{name!r}; known: {', '.join(known)}")
         return cls(**arguments)
-
-    def _check_offload(self) -> None:
-        """Raise `ValueError` if the arguments exclude offload to the host."""
-        why = {
-            'cost_model="flops", in which copies have no cost': self.cost_model == "flops",
-            'budget_of="reserved"': self.budget_of == "reserved",
-        }
-        for argument, is_given in why.items():
-            if is_given:
-                raise ValueError(f'allow="offload" cannot be had with {argument} yet; leave one of '
-                                 "them out")
-
-    def _check_dynamic(self) -> None:
-        """Raise `ValueError` if the arguments exclude symbolic sizes."""
-        why = {
-            f"backend={self.backend!r}": self.backend != "eager",
-            "parallel=": self.parallel is not None,
-            f"regions={self.regions!r}": self.regions not in (None, "model"),
-            'allow="chunk"': "chunk" in self.allow,
-            'allow="offload"': "offload" in self.allow,
-            'budget_of="reserved"': self.budget_of == "reserved",
-            "optimizer_in_backward=True": self.optimizer_in_backward,
-        }
-        for argument, is_given in why.items():
-            if is_given:
-                raise ValueError(f"dynamic= cannot be had with {argument} yet; leave one of them "
-                                 "out")
 
     def without_offload(self, function: str) -> Planning:
         """Return `self`; raises `ValueError` if offload is allowed, which `function` does not
@@ -295,6 +277,13 @@ def check_count(name: str, value: Any, least: int = 1, *, of: str = "") -> int:
     if count < least:
         raise ValueError(f"{name} must be at least {least}, got {count}")
     return count
+
+
+def _check_together(argument: str, others: Mapping[str, bool]) -> None:
+    """Raise `ValueError` if one of the others is given, with which the argument cannot be had."""
+    for other, is_given in others.items():
+        if is_given:
+            raise ValueError(f"{argument} cannot be had with {other} yet; leave one of them out")
 
 
 def _check_seconds(time_limit: Any) -> None:
