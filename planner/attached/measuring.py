@@ -43,30 +43,6 @@ CLOSE = 0.005
 
 
 @dataclass(frozen=True, slots=True)
-class MeasuredPeak:
-    """A step that was measured."""
-
-    measured_bytes: int
-    with_kernels_bytes: int
-    """With what kernels use while they run, which is not seen on a CPU but counted by plans."""
-    predicted_bytes: int
-    """The highest peak that a plan of the step predicts."""
-    is_over_budget: bool
-    is_expected: bool
-    """True if a part of the step was not known, or planned otherwise, when it was planned, so that
-    the next plan has it."""
-    seconds: float
-    """Time of the step."""
-    watching_seconds: float
-    """Part of it that watching took."""
-
-    @property
-    def excess_bytes(self) -> int:
-        """Memory beyond the prediction."""
-        return self.measured_bytes - self.predicted_bytes
-
-
-@dataclass(frozen=True, slots=True)
 class _PlannedCall:
     forward: ref[ObservingForward]
     graph: ref[PlannedGraph]
@@ -203,8 +179,7 @@ def conclude() -> None:
         is_seen = each.watch is None or not is_settled or not (
             0 < predicted_bytes - measured_bytes <= fullest.memory.temporaries)
         op_count = 0 if each.watch is None else each.watch.op_count
-        is_passing = any(call.is_passing for call in each.calls)
-        budget_bytes = None
+        unforeseen_bytes, budget_bytes = 0, None
         if each.is_planned and not is_settled and any(
                 limit is not None and limit.size_bytes is None
                 for limit in (forward.settings.limit for forward in _forwards(each.calls))):
@@ -212,17 +187,18 @@ def conclude() -> None:
         elif each.is_planned:
             budget_bytes = _budget_bytes(
                 (call.forward(), call.plan) for call in each.calls)
-        peak = MeasuredPeak(
-            measured_bytes, measured_bytes if is_seen else predicted_bytes, predicted_bytes,
-            budget_bytes is not None and measured_bytes > budget_bytes, is_passing, seconds,
-            each.looking_seconds + op_count * _SECONDS_OF_OP)
-        if budget_bytes is not None and peak.is_over_budget:
+        if budget_bytes is not None and measured_bytes > budget_bytes:
+            excess_bytes = measured_bytes - predicted_bytes
+            if not any(call.is_passing for call in each.calls):  # else the next plan has it anyway
+                unforeseen_bytes = max(0, excess_bytes)
             _report(each.calls, measured_bytes, predicted_bytes, budget_bytes, (
-                f"{format_bytes(peak.excess_bytes)} more, {each.cause(predicted_bytes)}; the next "
-                "step is planned with it") if peak.excess_bytes > 0 else (
+                f"{format_bytes(excess_bytes)} more, {each.cause(predicted_bytes)}; the next "
+                "step is planned with it") if excess_bytes > 0 else (
                 "which no schedule that was found avoids: raise the budget"))
+        watching_seconds = each.looking_seconds + op_count * _SECONDS_OF_OP
         for forward in _forwards(each.calls):
-            forward.note_peak(peak)
+            forward.note_peak(measured_bytes if is_seen else predicted_bytes, unforeseen_bytes,
+                              watching_seconds / max(seconds, 1e-9))
     _decide()
 
 

@@ -46,7 +46,6 @@ from planner.attached.held import (
 )
 from planner.attached.hooks import HookWatch, hook_signature
 from planner.attached.measuring import (
-    MeasuredPeak,
     begin_measuring,
     conclude,
     enter_phase,
@@ -359,14 +358,15 @@ class ObservingForward(CountingForward):
         """Watch this step and the next: something is new in it."""
         self._steps_to_watch = max(self._steps_to_watch, 2)
 
-    def note_peak(self, peak: MeasuredPeak) -> None:
-        """A step that this model took part in was measured."""
-        self._counts.worst_bytes = max(self._counts.worst_bytes or 0, peak.with_kernels_bytes)
+    def note_peak(self, peak_bytes: int, unforeseen_bytes: int, watching_share: float) -> None:
+        """A step that this model took part in was measured.  `peak_bytes`: with what kernels use
+        while they run, which is not seen on a CPU but counted by plans; `unforeseen_bytes`: memory
+        beyond the prediction that broke the budget; `watching_share`: part of the step's time."""
+        self._counts.worst_bytes = max(self._counts.worst_bytes or 0, peak_bytes)
         self._steps_to_watch = max(0, self._steps_to_watch - 1)
-        self._steps_to_skip = math.ceil(
-            peak.watching_seconds / (_WATCHING_SHARE * max(peak.seconds, 1e-9)))
-        if peak.is_over_budget and peak.excess_bytes > 0 and not peak.is_expected:
-            self._unforeseen_bytes += peak.excess_bytes
+        self._steps_to_skip = math.ceil(watching_share / _WATCHING_SHARE)
+        if unforeseen_bytes:
+            self._unforeseen_bytes += unforeseen_bytes
             self._learned += 1
             self._watch_next_steps()
 
