@@ -33,16 +33,6 @@ class Ending(Protocol):
         """Make all later work of the current stream wait for the copy."""
 
 
-class HostStore(Protocol):
-    """The memory of the host of a device."""
-
-    def empty(self, size_bytes: int) -> Tensor:
-        """Allocate memory of the host, as bytes."""
-
-    def copy(self, target: Tensor, source: Tensor) -> Ending:
-        """Begin to copy bytes between the device and the host."""
-
-
 class Copy:
     """A copy under way, which keeps its tensors alive.  It is waited for at the latest when it is
     deleted, as happens if a step is aborted."""
@@ -50,19 +40,15 @@ class Copy:
     def __init__(self, ending: Ending, held: Tensor, result: Tensor) -> None:
         self._ending: Ending | None = ending
         self._held = held
-        self._result = result
-
-    @property
-    def result(self) -> Tensor:
-        """The memory that is written to, for no other use than to find the copy."""
-        return self._result
+        self.result = result
+        """The memory that is written to; until the end, for no other use than to find the copy."""
 
     def finish(self) -> Tensor:
         """Wait, and return the result for later work of the current stream."""
         ending, self._ending = self._ending, None
         if ending is not None:
             ending.wait()
-        return self._result
+        return self.result
 
     def __del__(self) -> None:
         self.finish()
@@ -151,9 +137,11 @@ class PinnedHost:
         self._outward, self._inward = torch.cuda.Stream(device), torch.cuda.Stream(device)
 
     def empty(self, size_bytes: int) -> Tensor:
+        """Allocate memory of the host, as bytes."""
         return torch.empty(size_bytes, dtype=torch.uint8, device="cpu", pin_memory=True)
 
     def copy(self, target: Tensor, source: Tensor) -> Ending:
+        """Begin to copy bytes between the device and the host."""
         stream = self._inward if target.is_cuda else self._outward
         stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(stream):
@@ -163,10 +151,10 @@ class PinnedHost:
         return event
 
 
-_stores: dict[torch.device, HostStore] = {}
+_stores: dict[torch.device, PinnedHost | SharedHost] = {}
 
 
-def _store_of(device: torch.device) -> HostStore:
+def _store_of(device: torch.device) -> PinnedHost | SharedHost:
     if device not in _stores:
         _stores[device] = PinnedHost(device) if device.type == "cuda" else SharedHost()
     return _stores[device]
