@@ -17,7 +17,7 @@ wrappers, which share no blocks.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import __version__
@@ -105,13 +105,9 @@ def _first_products(loop: LoopTrace) -> list[int]:
     return sorted(found.values())
 
 
-def _leaves_nothing(events: Iterable[int]) -> bool:
+def _leaves_nothing(events: Sequence[int]) -> bool:
     """True if exactly the allocated blocks are released, so that the events can be repeated."""
-    made: set[int] = set()
-    released: set[int] = set()
-    for event in events:
-        (made if event >= 0 else released).add(event if event >= 0 else ~event)
-    return made == released
+    return {event for event in events if event >= 0} == {~event for event in events if event < 0}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
