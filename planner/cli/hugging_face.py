@@ -66,9 +66,9 @@ def load_hugging_face(options: TargetOptions, *, device: str) -> tuple[nn.Module
 
 
 def load_sized_hugging_face(
-    options: TargetOptions, what: str, *, device: str
+    options: TargetOptions, what: str
 ) -> tuple[nn.Module, Callable[[int], dict[str, Any]], int | None]:
-    """The model on `device` in training mode; a function from a size to keyword inputs with labels;
+    """The model on `meta` in training mode; a function from a size to keyword inputs with labels;
     and the largest size, if the config states it.
 
     `what` is the size that varies, `batch` or `sequence`; the other is that of `options`.  Raises
@@ -79,9 +79,9 @@ def load_sized_hugging_face(
     def make_inputs(size: int) -> dict[str, Any]:
         sized = (replace(options, batch=size) if what == "batch" else
                  replace(options, seq=size))
-        return {spec.name: spec.make(device) for spec in _batch(family, sized, positions)}
+        return {spec.name: spec.make("meta") for spec in _batch(family, sized, positions)}
 
-    model = _build(family, options.target, device)
+    model = _build(family, options.target, "meta")
     positions = _positions(model, family)
     make_inputs(1)  # raises usage errors early
     return model, make_inputs, None if what == "batch" else positions or family.stated_positions

@@ -137,7 +137,7 @@ def load_sized_target(options: TargetOptions, what: str, *, first: int) -> Sized
     if options.target.startswith("hf:"):
         from planner.cli.hugging_face import load_sized_hugging_face
 
-        return SizedTarget(*load_sized_hugging_face(options, what, device="meta"), loss_fn)
+        return SizedTarget(*load_sized_hugging_face(options, what), loss_fn)
     refuse_hf_options(options,
                       f"a factory is called with the {what} size and sets all others itself")
     factory = find_factory(options.target)
