@@ -19,7 +19,6 @@ import warnings
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 from weakref import ref
 
@@ -121,8 +120,9 @@ class PlannedGraph:
             call = made.apply(region)
             outputs = call(*inputs)
         region.release()
-        self._applied[key] = _Applied(call, region, tuple(
-            ref(arg, partial(_forget, self._applied, key)) for arg in args
+        applied = self._applied
+        applied[key] = _Applied(call, region, tuple(
+            ref(arg, lambda _: applied.pop(key, None)) for arg in args
             if isinstance(arg, nn.Parameter)))
         return outputs
 
@@ -164,11 +164,6 @@ class _Applied:
             return self.call(*self.region.inputs_of(args))
         finally:
             self.region.release()
-
-
-def _forget(applied: dict[tuple[object, ...], Callable[..., Any]], key: tuple[object, ...],
-            _: object) -> None:
-    applied.pop(key, None)
 
 
 _PLANS = WeakIdKeyDictionary()

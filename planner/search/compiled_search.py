@@ -27,7 +27,6 @@ from collections.abc import Iterator, Mapping, Set
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
-from operator import attrgetter
 
 from planner._apply.rewrite_spec import RewriteSpec
 from planner._graph_capture.inductor.compiled_step import CompiledStep
@@ -259,8 +258,6 @@ _COST_OF_FREE = 1e-3
 """Fraction of its cost that the solver counts for an op that is free to recompute: enough to break
 ties between schedules."""
 
-peak_bytes_of = attrgetter("peak_bytes")
-
 
 @dataclass(frozen=True)
 class Candidate:
@@ -487,5 +484,6 @@ class CompiledSearch:
         for schedule, kernel_order in tries[1:]:
             if best.peak_bytes <= net_bytes:
                 break
-            best = min(best, self.evaluate(schedule, kernel_order), key=peak_bytes_of)
+            best = min(best, self.evaluate(schedule, kernel_order),
+                       key=lambda found: found.peak_bytes)
         return best
