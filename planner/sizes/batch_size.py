@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import math
 import numbers
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Unpack
 
@@ -149,10 +150,9 @@ def max_batch_size(model: nn.Module, inputs: object = None, *, budget_gb: float 
     The other arguments and errors are those of `planner.plan`.  Raises `InfeasibleBudget` if no
     size of the range fits even with a plan (with `plan=False`: without one).
     """
-    wishes = _Wishes.checked(budget_gb, budget, plan, overhead, smallest, largest, multiple_of)
-    return _largest_size("batch", model, inputs, wishes,
-                         Planning.of(max_batch_size, arguments).without_offload(
-                             "planner.max_batch_size"), make_loss_fn, progress)
+    return _largest_size(
+        "batch", max_batch_size, model, inputs, arguments, (budget_gb, budget), plan, overhead,
+        smallest, largest, multiple_of, make_loss_fn, progress)
 
 
 @takes_planning(without=("dynamic",))
@@ -169,10 +169,9 @@ def max_sequence_length(model: nn.Module, inputs: object = None, *,
     the inputs of a step with sequences of that length.  Values are not checked, so `largest` must
     be the number of positions of the model.  Everything else is as for `max_batch_size`.
     """
-    wishes = _Wishes.checked(budget_gb, budget, plan, overhead, smallest, largest, multiple_of)
-    return _largest_size("sequence", model, inputs, wishes,
-                         Planning.of(max_sequence_length, arguments).without_offload(
-                             "planner.max_sequence_length"), make_loss_fn, progress)
+    return _largest_size(
+        "sequence", max_sequence_length, model, inputs, arguments, (budget_gb, budget), plan,
+        overhead, smallest, largest, multiple_of, make_loss_fn, progress)
 
 
 def check_overhead(overhead: float | None) -> float | None:
@@ -187,80 +186,67 @@ def check_overhead(overhead: float | None) -> float | None:
     return float(overhead)
 
 
-@dataclass(frozen=True, slots=True)
-class _Wishes:
-    """Checked arguments of a search."""
-
-    budget: tuple[float | None, int | str | None]
-    plan: bool
-    overhead: float | None
-    first: int
-    """In multiples of `multiple_of`, like `last`."""
-    last: int
-    multiple_of: int
-
-    @classmethod
-    def checked(cls, budget_gb: float | None, budget: int | str | None, plan: bool,
-                overhead: float | None, smallest: int, largest: int | None, multiple_of: int
-                ) -> _Wishes:
-        multiple = check_count("multiple_of", multiple_of)
-        low = check_count("smallest", smallest)
-        high = _LARGEST * multiple if largest is None else check_count("largest", largest)
-        first, last = -(-low // multiple), high // multiple
-        if first > last:
-            raise ValueError(f"there is no multiple of {multiple} from {low} to {high}: "
-                             "smallest must not exceed largest")
-        return cls((budget_gb, budget), bool(plan), check_overhead(overhead), first, last,
-                   multiple)
-
-
-def _largest_size(what: str, model: nn.Module, inputs: object, wishes: _Wishes,
-                  planning: Planning, make_loss_fn: MakeLoss | None, progress: Progress | None
-                  ) -> LargestSize:
+def _largest_size(what: str, function: Callable[..., LargestSize], model: nn.Module,
+                  inputs: object, arguments: PlanArguments,
+                  budget: tuple[float | None, int | str | None], plan: bool,
+                  overhead: float | None, smallest: int, largest: int | None, multiple_of: int,
+                  make_loss_fn: MakeLoss | None, progress: Progress | None) -> LargestSize:
+    """`function`, the public one that has these arguments."""
+    multiple = check_count("multiple_of", multiple_of)
+    low = check_count("smallest", smallest)
+    high = _LARGEST * multiple if largest is None else check_count("largest", largest)
+    first, last = -(-low // multiple), high // multiple
+    if first > last:
+        raise ValueError(f"there is no multiple of {multiple} from {low} to {high}: "
+                         "smallest must not exceed largest")
+    limit = check_overhead(overhead)
+    planning = Planning.of(function, arguments).without_offload(f"planner.{function.__name__}")
     model, inputs = model_first(model, inputs)
     make_inputs = factory_of(model, inputs, what)
-    budget_bytes = absolute_budget(*wishes.budget, f"which differs with the {what}")
+    budget_bytes = absolute_budget(*budget, f"which differs with the {what}")
     with watched(progress, f"looking for the largest {what} of {type(model).__name__}") as report:
         steps = SizedSteps(model, make_inputs, planning, what=what, make_loss_fn=make_loss_fn,
-                           progress=report, are_many=wishes.plan)
+                           progress=report, are_many=bool(plan))
         effort = Effort(planning.solver, planning.time_limit, progress=report)
-        return _Search(what, steps, budget_bytes, wishes, effort, report).run()
+        return _Search(what, steps, budget_bytes, multiple, limit, effort, report).run(
+            first, last, with_plan=bool(plan))
 
 
 class _Search:
-    """One search: the plain step first, then, from its result, the planned one."""
+    """One search, over multiples of `multiple_of`: the plain step first, then, from its result, the
+    planned one."""
 
-    def __init__(self, what: str, steps: SizedSteps, budget_bytes: int, wishes: _Wishes,
-                 effort: Effort, report: Progress) -> None:
+    def __init__(self, what: str, steps: SizedSteps, budget_bytes: int, multiple_of: int,
+                 overhead: float | None, effort: Effort, report: Progress) -> None:
         self.what, self.steps, self.budget_bytes = what, steps, budget_bytes
-        self.wishes, self.effort, self.report = wishes, effort, report
-        self.feasibility = Feasibility(steps, budget_bytes, wishes.multiple_of,
-                                       overhead=wishes.overhead, effort=effort)
+        self.multiple_of, self.overhead = multiple_of, overhead
+        self.effort, self.report = effort, report
+        self.feasibility = Feasibility(steps, budget_bytes, multiple_of, overhead, effort)
 
-    def run(self) -> LargestSize:
-        wishes = self.wishes
-        plain = find_largest(self._plain_fits, self._plain_guess, wishes.first, wishes.last)
+    def run(self, first: int, last: int, *, with_plan: bool) -> LargestSize:
+        """`first`, `last`: the range, in multiples."""
+        plain = find_largest(self._plain_fits, self._plain_guess, first, last)
         if plain.low is None:
             self._require_captures()
         planned = Bracket(None, None)
-        if wishes.plan:
-            planned = self.feasibility.largest(wishes.first, wishes.last, known=plain)
-        if (planned.low if wishes.plan else plain.low) is None:
-            raise self._nothing_fits()
+        if with_plan:
+            planned = self.feasibility.largest(first, last, known=plain)
+        if (planned.low if with_plan else plain.low) is None:
+            raise self._nothing_fits(with_plan)
         plan = self._plan(planned.low)
         return self._result(plain, planned, plan)
 
     def _plain_fits(self, number: int) -> bool | None:
-        step = self.steps.plain_at(number * self.wishes.multiple_of)
+        step = self.steps.plain_at(number * self.multiple_of)
         if step is None:
             return None
         fits = step.plain_bytes <= self.budget_bytes
-        self.report(f"{self.what} {number * self.wishes.multiple_of}: plain peak "
+        self.report(f"{self.what} {number * self.multiple_of}: plain peak "
                     f"{format_bytes(step.baseline_peak_bytes)}")
         return fits
 
     def _plain_guess(self) -> float | None:
-        peaks = {size // self.wishes.multiple_of: float(step.plain_bytes)
+        peaks = {size // self.multiple_of: float(step.plain_bytes)
                  for size, step in self.steps.captured.items()}
         return secant(peaks, self.budget_bytes)
 
@@ -272,22 +258,22 @@ class _Search:
         raise CaptureError(f"the step could be captured at no {self.what} size that was tried "
                            f"({', '.join(map(str, self.steps.skipped))}); at {size}: {reason}")
 
-    def _nothing_fits(self) -> InfeasibleBudget:
+    def _nothing_fits(self, with_plan: bool) -> InfeasibleBudget:
         size = min(self.steps.captured)
         step = self.steps.captured[size]
-        if not self.wishes.plan:
+        if not with_plan:
             return InfeasibleBudget(
                 self.budget_bytes, step.plain_bytes, "",
                 f"no {self.what} from {size} on fits in {self.budget_bytes:,} bytes without a "
                 f"plan: the plain step of {size} takes {step.plain_bytes:,} bytes; "
                 "look for one with plan=True")
-        least = self.feasibility.overheads.get(size // self.wishes.multiple_of)
+        least = self.feasibility.overheads.get(size // self.multiple_of)
         if least is not None:
             enough = step.takes_bytes(step.base, step.base.problem.keep_all_schedule)
             return InfeasibleBudget(
                 self.budget_bytes, enough, "",
                 f"no {self.what} from {size} on fits in {self.budget_bytes:,} bytes at "
-                f"{format_fraction(self.wishes.overhead or 0.0)} extra time: the best plan found "
+                f"{format_fraction(self.overhead or 0.0)} extra time: the best plan found "
                 f"for {size} takes {format_fraction(least)}; allow more overhead, or a larger "
                 f"budget (without extra time {enough:,} bytes)")
         found = refusal(self.steps.at(size) or step, self.budget_bytes, self.effort)
@@ -300,14 +286,14 @@ class _Search:
     def _plan(self, number: int | None) -> Plan | None:
         if number is None:
             return None
-        size = number * self.wishes.multiple_of
+        size = number * self.multiple_of
         step = self.steps.captured[size]
         self.report(f"planning a {self.what} of {size}")
         return plan_within(step, self.budget_bytes, self.effort,
                            warm_start=self.feasibility.schedules.get(number))
 
     def _result(self, plain: Bracket, planned: Bracket, plan: Plan | None) -> LargestSize:
-        multiple, captured = self.wishes.multiple_of, self.steps.captured
+        multiple, captured = self.multiple_of, self.steps.captured
 
         def size(number: int | None) -> int | None:
             return None if number is None else number * multiple
@@ -328,7 +314,7 @@ class _Search:
             planned=size(planned.low), planned_next=size(planned.high),
             planned_next_minimum_bytes=self.feasibility.minimum_bytes.get(planned.high or -1),
             proven=planned.high in self.feasibility.proven,
-            overhead_limit=self.wishes.overhead, plan=plan,
+            overhead_limit=self.overhead, plan=plan,
             plain_seconds_per_item=seconds(plain.low),
             planned_seconds_per_item=seconds(planned.low, plan.overhead if plan else 0.0),
             skipped=tuple(sorted(self.steps.skipped.items())), captures=len(captured))
@@ -337,8 +323,8 @@ class _Search:
 class Feasibility:
     """Answers by number, in multiples of `multiple_of`; mutable, since it caches them."""
 
-    def __init__(self, steps: SizedSteps, budget_bytes: int, multiple_of: int = 1, *,
-                 overhead: float | None = None, effort: Effort) -> None:
+    def __init__(self, steps: SizedSteps, budget_bytes: int, multiple_of: int,
+                 overhead: float | None, effort: Effort) -> None:
         self._steps, self._budget_bytes, self._multiple_of = steps, budget_bytes, multiple_of
         self._overhead_limit, self._effort = overhead, effort
         self.schedules: dict[int, Schedule] = {}
