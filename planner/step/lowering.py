@@ -26,7 +26,6 @@ from planner._graph_capture.training_graph import (
     BufferKind,
     Phase,
     TrainingGraph,
-    TrainingOp,
 )
 from planner.arguments.planning import Planning
 from planner.solvers.problem import Link, Op, Problem, Segment, Storage
@@ -37,7 +36,11 @@ def lower(graph: TrainingGraph, link: Link | None = None) -> Problem:
     `link`: to the host, if results may be stored there."""
     saved = frozenset[int]() if link is None else _saved_within_regions(graph)
     return Problem(
-        ops=tuple(_lower_op(op) for op in graph.ops),
+        ops=tuple(Op(
+            name=op.name, cost=op.seconds, inputs=op.inputs, outputs=op.outputs,
+            workspace_bytes=op.workspace_bytes, inplace=op.inplace,
+            recomputable=op.phase is Phase.FORWARD and not op.pinned,
+            replay_state_bytes=op.replay_state_bytes) for op in graph.ops),
         storages=tuple(Storage(size_bytes=buffer.size_bytes, producer=buffer.producer,
                                kept_to_end=buffer.kept_to_end, offloadable=index in saved)
                        for index, buffer in enumerate(graph.buffers)),
@@ -45,14 +48,6 @@ def lower(graph: TrainingGraph, link: Link | None = None) -> Problem:
         name="training step",
         link=link,
     )
-
-
-def _lower_op(op: TrainingOp) -> Op:
-    return Op(
-        name=op.name, cost=op.seconds, inputs=op.inputs, outputs=op.outputs,
-        workspace_bytes=op.workspace_bytes,
-        recomputable=op.phase is Phase.FORWARD and not op.pinned, inplace=op.inplace,
-        replay_state_bytes=op.replay_state_bytes)
 
 
 def _saved_within_regions(graph: TrainingGraph) -> frozenset[int]:
