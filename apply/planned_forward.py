@@ -156,7 +156,7 @@ class PlannedForward(CountingForward):
             except PlanMismatch:
                 # A model may register hooks in its first call; the plan is for later ones.
                 before, hooks = hooks, hooks_within(self.__self__)
-                if hooks == before or self._has_begun:
+                if hooks == before or any(code.has_begun for code in self._codes.values()):
                     raise
                 self._codes.clear()
                 result = self._step(known, args, kwargs)
@@ -170,10 +170,6 @@ class PlannedForward(CountingForward):
                           "allocate is not in it", stacklevel=2)
         self._is_first_step, self._hooks = False, hooks
         return result
-
-    @property
-    def _has_begun(self) -> bool:
-        return any(code.has_begun for code in self._codes.values())
 
     def _step(self, known: Sequence[int], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if len(known) == 1 and self._replan is None:  # without a choice, no description is needed

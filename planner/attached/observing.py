@@ -430,7 +430,9 @@ class ObservingForward(CountingForward):
                 plan_methods(self.__self__, found, self.settings, type(self))
         if (self._group()[0] is self and not began_in_step
                 and calls == calls_before and gradients_of(self.__self__)):
-            is_replaced = self._is_replaced
+            # The model has another forward than this one, which need not call it.
+            is_replaced = vars(self.__self__).get("forward") is not self and (
+                forward_override(self.__self__) is self)
             self.steps.count(_REPLACED if is_replaced else _NOT_CALLED)
             self._counts.steps += 1
             self._counts.counted = self._count()
@@ -441,12 +443,6 @@ class ObservingForward(CountingForward):
                     not self._has_searched):
                 self._search, self._has_searched = MethodSearch(self.__self__), True
         self._end_step()
-
-    @property
-    def _is_replaced(self) -> bool:
-        """True if the model has another forward than this one, which need not call it."""
-        return vars(self.__self__).get("forward") is not self and (
-            forward_override(self.__self__) is self)
 
     def _give_way(self) -> None:
         """Plan the forward that has replaced this one, which from now on runs as written."""

@@ -123,7 +123,8 @@ class SizedPeak:
     def is_within(self, limit_bytes: int, values: Mapping[str, int]) -> bool:
         """True if the step uses no more than this where the named sizes have these values."""
         is_smaller = all(values[name] <= planned for name, planned in self._sizes.largest.items())
-        return (is_smaller and self.bound_at(values) <= limit_bytes) or (
+        # Without measurement first: workspace is bounded by that at the planned sizes.
+        return (is_smaller and self._bytes_at(values, {}) <= limit_bytes) or (
             self.bytes_at(values) <= limit_bytes)
 
     def bytes_at(self, values: Mapping[str, int]) -> int:
@@ -131,10 +132,6 @@ class SizedPeak:
         if dict(values) == self._sizes.largest:
             return self._variant.peak_bytes(self._schedule)
         return self._bytes_at(values, self._workspaces(values))
-
-    def bound_at(self, values: Mapping[str, int]) -> int:
-        """The same without measurement: workspace is that at the planned sizes."""
-        return self._bytes_at(values, {})
 
     def resident_bytes_at(self, values: Mapping[str, int]) -> int:
         """Resident memory where the named sizes have these values."""
