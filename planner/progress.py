@@ -89,13 +89,12 @@ class Watch:
 
 
 _current: ContextVar[Watch | None] = ContextVar("_current", default=None)
-_on_terminals_only: ContextVar[bool] = ContextVar("_on_terminals_only", default=False)
 
 
 @contextmanager
-def watched(progress: Progress | None, what: str = "") -> Iterator[Watch]:
-    """Context whose reports go to `progress`, else to the active watch, else to a line on stderr or
-    the log.  `what`: the work, as in "the planner is planning a step"."""
+def watched(progress: Progress | None, what: str = "", *, logs: bool = True) -> Iterator[Watch]:
+    """Context whose reports go to `progress`, else to the active watch, else to a line on stderr
+    or, if it `logs`, the log.  `what`: the work, as in "the planner is planning a step"."""
     known = _current.get()
     if progress is None and known is not None:
         if what:
@@ -105,7 +104,7 @@ def watched(progress: Progress | None, what: str = "") -> Iterator[Watch]:
     is_terminal = sys.stderr is not None and sys.stderr.isatty()
     watch = Watch(what, progress, sys.stderr if is_terminal else None)
     token = _current.set(watch)
-    if is_terminal or not _on_terminals_only.get():
+    if is_terminal or logs:
         watch.begin()
     try:
         yield watch
@@ -128,16 +127,6 @@ def show_results() -> None:
     watch = _current.get()
     if watch is not None:
         watch.end()
-
-
-@contextmanager
-def on_terminals_only() -> Iterator[None]:
-    """Context in which progress is shown on terminals and not logged."""
-    token = _on_terminals_only.set(True)
-    try:
-        yield
-    finally:
-        _on_terminals_only.reset(token)
 
 
 def _write(stream: TextIO, text: str) -> None:

@@ -20,7 +20,7 @@ import typer
 from planner.arguments.parallel import DataParallel
 from planner.arguments.planning import flag
 from planner.cli.output import TargetError, UsageError, reported, results_apart
-from planner.progress import on_terminals_only, watched
+from planner.progress import watched
 
 if TYPE_CHECKING:
     import torch
@@ -127,8 +127,7 @@ def command(*, without: Collection[str] = (), **only: Collection[str]
 
         @functools.wraps(function)
         def run(**values: Any) -> None:
-            with (results_apart(), on_terminals_only(), reported(),
-                  watched(None, "loading")):
+            with results_apart(), reported(), watched(None, "loading", logs=False):
                 for name, group in taken.items():
                     given = {each.name: _given(each, values.pop(each.name)) for each in group}
                     values[name] = signature.parameters[name].annotation(**{

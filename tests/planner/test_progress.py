@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from planner import progress
-from planner.progress import active, on_terminals_only, watched
+from planner.progress import active, watched
 
 ROOT = Path(__file__).parents[2]
 
@@ -124,7 +124,7 @@ def test_a_callback_gets_the_reports_and_nothing_is_shown(no_logging, capsys):
 
 def test_a_command_logs_nothing(no_logging, capsys):
     no_logging()
-    with on_terminals_only():
+    with watched(None, "loading", logs=False):
         work()
     assert capsys.readouterr() == ("", "")
 
