@@ -103,8 +103,6 @@ def memory(model: nn.Module, inputs: object = None, *, optimizer: object = None,
     if optimizer is not None:
         optimizer_name(optimizer)  # a wrong name fails before the model is traced
     args, kwargs = split_inputs(model, inputs)
-    settings = OptimizerSettings(grad_clip=grad_clip, grad_scaler=grad_scaler,
-                                 set_to_none=set_to_none)
     with watched(progress, f"predicting the memory of {type(model).__name__}") as report:
         report("tracing the plain step")
         plain = PlainLoop(
@@ -122,30 +120,25 @@ def memory(model: nn.Module, inputs: object = None, *, optimizer: object = None,
                 model, inputs, plan, plain, loss_fn=loss_fn, parallel=parallel,
                 optimizer=optimizer if optimizer_in_backward else None,
                 optimizer_in_backward=optimizer_in_backward)
-        return _report(plain, micro_batches, optimizer, settings, loop, plan, report)
-
-
-def _report(plain: PlainLoop, micro_batches: MicroBatches, optimizer: Any,
-            settings: OptimizerSettings, loop: TrainingLoop, plan: Plan | None,
-            say: Progress) -> MemoryReport:
-    traced = None
-    if optimizer is not None:
-        say("tracing the optimizer's step")
-        traced = plain.optimizer(optimizer, settings)
-    resident = plain.resident()
-    say("putting the step together")
-    trace = compose(resident, micro_batches, traced, loop)
-    breakdown = breakdown_of(trace)
-    say("tracing the forward without gradients")
-    inference = plain.inference()
-    return MemoryReport(
-        breakdown.loading, breakdown.first, breakdown.steady, breakdown.resident,
-        trace=trace, loop=loop, device=str(plain.fake_copy.device),
-        optimizer=None if traced is None else traced.name, planned=plan is not None,
-        inference_peak_bytes=(sum(block.size_bytes for block in resident)
-                              + inference.peak_bytes),
-        reserved_bytes=_reserved(trace, plain.fake_copy.device, plain.gpu),
-        notes=(*plain.notes, *_notes_on(traced)))
+        traced = None
+        if optimizer is not None:
+            report("tracing the optimizer's step")
+            traced = plain.optimizer(optimizer, OptimizerSettings(
+                grad_clip=grad_clip, grad_scaler=grad_scaler, set_to_none=set_to_none))
+        resident = plain.resident()
+        report("putting the step together")
+        trace = compose(resident, micro_batches, traced, loop)
+        breakdown = breakdown_of(trace)
+        report("tracing the forward without gradients")
+        inference = plain.inference()
+        return MemoryReport(
+            breakdown.loading, breakdown.first, breakdown.steady, breakdown.resident,
+            trace=trace, loop=loop, device=str(plain.fake_copy.device),
+            optimizer=None if traced is None else traced.name, planned=plan is not None,
+            inference_peak_bytes=(sum(block.size_bytes for block in resident)
+                                  + inference.peak_bytes),
+            reserved_bytes=_reserved(trace, plain.fake_copy.device, plain.gpu),
+            notes=(*plain.notes, *_notes_on(traced)))
 
 
 def _reserved(trace: LoopTrace, device: torch.device, gpu: str | Gpu | None) -> int | None:
