@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -43,10 +43,6 @@ class RankCategories(MemoryByCategory):
     """Parameters of units that are gathered at the peak."""
     communication: int = 0
     """Buckets separate from the gradients; buffers of all-gather and reduce-scatter."""
-
-
-CATEGORIES = tuple(field.name for field in fields(RankCategories))
-"""The categories of a rank's memory, in the order in which reports list them."""
 
 
 @dataclass(frozen=True, slots=True)
