@@ -28,15 +28,6 @@ if TYPE_CHECKING:
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-BACKENDS = ("eager", "inductor")
-"""Backends that a plan can be made for."""
-
-COST_MODELS = ("roofline", "measured", "flops")
-"""Ways to estimate the seconds of an op."""
-
-BUDGETS_OF = ("allocated", "reserved")
-"""Memory figures that a budget may limit."""
-
 CHOICES = ("chunk", "offload")
 """Choices beyond recomputation: run a part of the step in chunks, store results on the host."""
 
@@ -153,13 +144,13 @@ class Planning:
         if self.regions == "auto":
             object.__setattr__(self, "regions", None)
         _check_known("solver", self.solver, tuple(ALGORITHMS))
-        _check_known("backend", self.backend, BACKENDS)
-        _check_known("cost_model", self.cost_model, COST_MODELS)
+        _check_known("backend", self.backend, ("eager", "inductor"))
+        _check_known("cost_model", self.cost_model, ("roofline", "measured", "flops"))
         if not isinstance(self.hold_output, bool):
             raise TypeError("hold_output must be True (the caller keeps the model's output until "
                             "the backward ends) or False (only the loss), "
                             f"got {self.hold_output!r}")
-        _check_known("budget_of", self.budget_of, BUDGETS_OF)
+        _check_known("budget_of", self.budget_of, ("allocated", "reserved"))
         if self.budget_of == "reserved" and self.backend != "eager":
             raise ValueError(f'budget_of="reserved" with backend={self.backend!r}: the blocks of '
                              "what Inductor compiles are not known one by one; use "
