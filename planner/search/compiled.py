@@ -26,12 +26,6 @@ from planner.units import format_bytes
 CUT_OFF = ("the time limit cut the search off, and this is the best that was found until then: a "
            "longer one, or a machine that does less beside, may find a better plan")
 """Note of such plans."""
-WITHOUT_CODE = (
-    "{why}: the peak is an upper bound, which "
-    "assumes that kernels store results and keep the operands of those that they may compute "
-    "again, with a margin of 3%. The code is not compared with it where the plan is applied: "
-    "planner.verify measures the step there, and a plan made by its code may need less")
-"""Note of such plans."""
 _WORTH_GENERATING = 1.3
 """The default's code is not generated if the problem's breakdown is more than this multiple of the
 budget."""
@@ -78,10 +72,14 @@ def smallest_plan(prepared: PreparedStep, effort: Effort) -> Plan:
 
 
 def _without_code(search: CompiledSearch) -> str:
-    return WITHOUT_CODE.format(
-        why="the generated code of a step that stores results on the host is not traced"
-        if search.breakdown.tracer is not None else
-        f"Inductor generates no code for {search.variant.graph.device} on this machine")
+    """Note of plans whose schedules are not judged by generated code."""
+    why = ("the generated code of a step that stores results on the host is not traced"
+           if search.breakdown.tracer is not None else
+           f"Inductor generates no code for {search.variant.graph.device} on this machine")
+    return (f"{why}: the peak is an upper bound, which assumes that kernels store results and keep "
+            "the operands of those that they may compute again, with a margin of 3%. The code is "
+            "not compared with it where the plan is applied: planner.verify measures the step "
+            "there, and a plan made by its code may need less")
 
 
 def _searches(prepared: PreparedStep, effort: Effort) -> list[CompiledSearch]:
