@@ -19,7 +19,7 @@ the next batch that is made ahead.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Literal
 
@@ -69,7 +69,6 @@ class Span:
     phase: StepPhase
     iteration: int
     """0 for loading, 1 for the first step, 2 for any later one."""
-    micro_batch: int
     start: int
     """Number of events before it."""
     stop: int
@@ -113,7 +112,7 @@ class _Composer:
         self.left: list[int] = []
 
     def run(self) -> LoopTrace:
-        self._begin(StepPhase.LOADING, 0, 0)
+        self._begin(StepPhase.LOADING, 0)
         self._load()
         for iteration in (1, 2):
             start, stop = self._optimizer_step(iteration)
@@ -123,16 +122,16 @@ class _Composer:
                 self._step_by_closure(iteration, (start, *evaluations, stop))
             else:
                 self._micro_batches(iteration)
-                self._begin(StepPhase.OPTIMIZER_STEP, iteration, 0)
+                self._begin(StepPhase.OPTIMIZER_STEP, iteration)
                 self._play_optimizer(start, stop)
                 self._reset_gradients()
             self._release(self.left)
             if self.loop.hold_output != "loop":
                 self._release(self.output)
                 self._release(self.loss)
-            self._begin(StepPhase.NEXT_ITERATION, iteration, 0)
+            self._begin(StepPhase.NEXT_ITERATION, iteration)
             self._next_batch()
-        self._begin(StepPhase.NEXT_ITERATION, 2, 0)
+        self._begin(StepPhase.NEXT_ITERATION, 2)
         return LoopTrace(MemoryTrace(tuple(self.blocks), tuple(self.events), tuple(self.runs)),
                          tuple(self.spans[:-1]))
 
@@ -160,7 +159,7 @@ class _Composer:
         returned: list[int] = []
         start, *evaluations, stop = events
         for event in evaluations:
-            self._begin(StepPhase.OPTIMIZER_STEP, iteration, 0)
+            self._begin(StepPhase.OPTIMIZER_STEP, iteration)
             if iteration == 2 and event == evaluations[0]:
                 self._grow()
             self._play_optimizer(start, event)
@@ -172,7 +171,7 @@ class _Composer:
                 returned, self.loss = self.loss, []
             else:
                 self._release(self.loss)
-        self._begin(StepPhase.OPTIMIZER_STEP, iteration, 0)
+        self._begin(StepPhase.OPTIMIZER_STEP, iteration)
         self._play_optimizer(start, stop)
         self._release(returned)
 
@@ -194,11 +193,11 @@ class _Composer:
                 self.of_optimizer[block] = self._make(trace.blocks[block])
 
     def _micro_batches(self, iteration: int) -> None:
-        for number in range(min(self.loop.accumulation, 2)):
-            self._micro_batch(iteration, number)
+        for _ in range(min(self.loop.accumulation, 2)):
+            self._micro_batch(iteration)
 
-    def _micro_batch(self, iteration: int, number: int) -> None:
-        self._begin(StepPhase.FORWARD, iteration, number)
+    def _micro_batch(self, iteration: int) -> None:
+        self._begin(StepPhase.FORWARD, iteration)
         if not self.batch:
             self._make_batch()
         self._release(self.left)
@@ -206,10 +205,10 @@ class _Composer:
         ours: dict[int, int] = {}
         self._play(step.trace, 0, step.loss_begins, ours)
         self._release(self.output)  # the name is bound to the new one
-        self._begin(StepPhase.LOSS, iteration, number)
+        self._begin(StepPhase.LOSS, iteration)
         self._play(step.trace, step.loss_begins, step.backward_begins, ours)
         self._release(self.loss)
-        self._begin(StepPhase.BACKWARD, iteration, number)
+        self._begin(StepPhase.BACKWARD, iteration)
         self._release(self.stale)
         self._play(step.trace, step.backward_begins, len(step.trace.events), ours)
         for block, name in step.gradients.items():
@@ -243,12 +242,11 @@ class _Composer:
             self._make_batch()
             self._release(last)
 
-    def _begin(self, phase: StepPhase, iteration: int, micro_batch: int) -> None:
+    def _begin(self, phase: StepPhase, iteration: int) -> None:
         here = len(self.events)
         if self.spans:
-            last = self.spans[-1]
-            self.spans[-1] = Span(last.phase, last.iteration, last.micro_batch, last.start, here)
-        self.spans.append(Span(phase, iteration, micro_batch, here, here))
+            self.spans[-1] = replace(self.spans[-1], stop=here)
+        self.spans.append(Span(phase, iteration, here, here))
 
     def _make(self, block: Block) -> int:
         self.blocks.append(block)

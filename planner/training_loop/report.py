@@ -25,8 +25,6 @@ class PhaseMemory:
     """At the peak; sums to `peak_bytes`."""
     event: int
     """Number of events before the peak."""
-    micro_batch: int
-    """Index of the traced micro-batch with the peak, from 0."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +147,7 @@ def _phases(loop: LoopTrace) -> list[PhaseMemory]:
             level += change
             if level > best:
                 best, where, at_best = level, position + 1, dict(held)
-        found.append(PhaseMemory(span.phase, best, _memory(at_best), where, span.micro_batch))
+        found.append(PhaseMemory(span.phase, best, _memory(at_best), where))
     return found
 
 

@@ -49,9 +49,9 @@ def unlimited():
 def loop_of(sizes, first, second):
     """A loop that does nothing but make blocks and release them, in the forwards of two steps."""
     blocks = tuple(Block(size, Category.ACTIVATIONS) for size in sizes)
-    spans = (Span(StepPhase.LOADING, 0, 0, 0, 0),
-             Span(StepPhase.FORWARD, 1, 0, 0, len(first)),
-             Span(StepPhase.FORWARD, 2, 0, len(first), len(first) + len(second)))
+    spans = (Span(StepPhase.LOADING, 0, 0, 0),
+             Span(StepPhase.FORWARD, 1, 0, len(first)),
+             Span(StepPhase.FORWARD, 2, len(first), len(first) + len(second)))
     runs = (OpRun(1, "aten.mm", ""),)
     return LoopTrace(MemoryTrace(blocks, (*first, *second), runs), spans)
 
