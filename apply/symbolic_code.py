@@ -66,9 +66,9 @@ _SIZES_PER_TRIM = 8
 class SizesNotPlanned(PlanMismatch):
     """A call has sizes that the schedule of its graph does not serve, or the graph has none."""
 
-    def __init__(self, graph: SymbolicCallable, values: Values) -> None:
+    def __init__(self, graph: SymbolicCallable) -> None:
         super().__init__("no schedule of the graph with symbolic sizes serves these sizes")
-        self.graph, self.values = graph, values
+        self.graph = graph
 
 
 Fits = Callable[[Values], bool]
@@ -115,7 +115,7 @@ class SymbolicCallable:
         if found is None:
             found = next((each for each in self.schedules if each.fits(values)), None)
             if found is None:
-                raise SizesNotPlanned(self, values)
+                raise SizesNotPlanned(self)
             self._served[values] = found
             self._new_sizes += 1
             if self._new_sizes % _SIZES_PER_TRIM == 0:
