@@ -76,12 +76,6 @@ class StepCounts:
             warnings.warn(words, stacklevel=3)
 
 
-def reason_of_mode(planned_training: bool) -> str:
-    """Return the reason why a step in the other mode than the plan's runs without it."""
-    planned, now = ("train", "eval") if planned_training else ("eval", "train")
-    return f"the plan was made in {planned} mode; this step in {now} mode runs without it"
-
-
 class CountingForward(ForwardOverride):
     """A forward override of a whole model that counts its steps."""
 
@@ -146,7 +140,9 @@ class PlannedForward(CountingForward):
         known = [number for number, spec in enumerate(self.specs)
                  if spec.training == self.__self__.training]
         if not known and self._replan is None:
-            self.steps.count(reason_of_mode(self.specs[0].training))
+            planned, now = ("train", "eval") if self.specs[0].training else ("eval", "train")
+            self.steps.count(f"the plan was made in {planned} mode; this step in {now} mode runs "
+                             "without it")
             return self.plain(*args, **kwargs)
         hooks = hooks_within(self.__self__)
         has_other_hooks = hooks != self._hooks and not self._is_first_step

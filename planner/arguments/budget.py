@@ -86,13 +86,10 @@ def _from_gigabytes(budget_gb: float) -> Budget:
     if not math.isfinite(budget_gb) or budget_gb <= 0:
         raise ValueError("budget_gb must be a finite number of gigabytes above 0, "
                          f"got {budget_gb!r}")
-    return Budget(size_bytes=_bytes(math.floor(_decimal(budget_gb) * GIGABYTE), budget_gb))
-
-
-def _decimal(value: float) -> Fraction:
-    """The number as written in decimal: 0.1 is a tenth, not the binary double next to it."""
-    return Fraction(repr(float(value))) if not isinstance(value, numbers.Rational) else (
-        Fraction(value))
+    # As written in decimal: 0.1 is a tenth, not the binary double next to it.
+    gigabytes = Fraction(
+        budget_gb if isinstance(budget_gb, numbers.Rational) else repr(float(budget_gb)))
+    return Budget(size_bytes=_bytes(math.floor(gigabytes * GIGABYTE), budget_gb))
 
 
 def _from_text(text: str) -> Budget:

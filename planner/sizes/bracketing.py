@@ -62,8 +62,9 @@ class _Search:
             width = ceiling - low
             told = self.try_near(candidate, low, ceiling)
             if told is None:
-                if high is not None and self._untold(range(low + 1, high)):
-                    break
+                if high is not None and all(self.answers.get(number, False) is None
+                                            for number in range(low + 1, high)):
+                    break  # all numbers between were tried, and none has an answer
                 ceiling, high = min(self._untold_near(candidate, low)), None
                 continue
             if self.answers[told]:
@@ -94,10 +95,6 @@ class _Search:
             if self.answers[candidate] is not None:
                 return candidate
         return None
-
-    def _untold(self, numbers: range) -> bool:
-        """True if all numbers were tried and none has an answer."""
-        return all(self.answers.get(number, False) is None for number in numbers)
 
     def _untold_near(self, number: int, low: int) -> list[int]:
         return [candidate for candidate in _around(number)
