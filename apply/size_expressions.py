@@ -22,6 +22,8 @@ _FUNCTIONS: Mapping[str, Callable[..., Any]] = {"max": max, "min": min}
 _LARGEST_POWER = 8
 _DTYPES = {str(each).removeprefix("torch."): each for each in vars(torch).values()
            if isinstance(each, torch.dtype)}
+_SETTINGS = {str(each): each for each in vars(torch).values()
+             if isinstance(each, (torch.layout, torch.memory_format))}
 _FLOATS = {"inf": float("inf"), "nan": float("nan")}
 MakeTensor = Callable[[torch.dtype, tuple[int, ...], tuple[int, ...]], Any]
 
@@ -113,7 +115,7 @@ def _value(node: ast.expr, values: Mapping[str, int], text: str) -> Any:
 def _argument(node: ast.expr, values: Mapping[str, int], make_tensor: MakeTensor, text: str) -> Any:
     match node:
         case ast.Constant(found):
-            return _named_settings().get(found, found) if isinstance(found, str) else found
+            return _SETTINGS.get(found, found) if isinstance(found, str) else found
         case ast.UnaryOp(ast.USub(), ast.Constant(float() as found)):
             return -found
         case ast.Name(name) if name in _DTYPES and name not in values:
@@ -132,9 +134,3 @@ def _argument(node: ast.expr, values: Mapping[str, int], make_tensor: MakeTensor
         case ast.Tuple(inner):
             return tuple(_argument(each, values, make_tensor, text) for each in inner)
     return _value(node, values, text)
-
-
-@lru_cache(maxsize=1)
-def _named_settings() -> Mapping[str, object]:
-    return {str(each): each for each in vars(torch).values()
-            if isinstance(each, (torch.layout, torch.memory_format))}
