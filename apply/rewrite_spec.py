@@ -199,10 +199,6 @@ class SymbolicSizes:
         return {each.name: each.largest for each in self.ranges}
 
 
-Fits = Callable[[dict[str, int]], bool]
-"""True for sizes at which a step is within the budget."""
-
-
 @dataclass(frozen=True, slots=True)
 class RewriteSpec:
     """The part of a plan that the applier uses."""
@@ -245,8 +241,8 @@ class RewriteSpec:
     """Buffers that these ops exchange."""
     sizes: SymbolicSizes | None = None
     """The step at other sizes of its inputs, if it was captured with symbolic sizes."""
-    fits: Fits | None = field(default=None, compare=False, repr=False)
-    """Tells whether sizes within the ranges fit; `None`: all do."""
+    fits: Callable[[dict[str, int]], bool] | None = field(default=None, compare=False, repr=False)
+    """Tells whether sizes within the ranges are within the budget; `None`: all are."""
 
     @property
     def is_variant(self) -> bool:
