@@ -19,7 +19,6 @@ from importlib.resources import files
 from os import PathLike
 from pathlib import Path
 from typing import Any, TypeVar
-from unicodedata import category
 
 import msgspec
 
@@ -140,6 +139,8 @@ def read(value: object, kind: type[_Kind], name: str) -> _Kind:
 _DEEPEST = 64
 """Limit on levels of nesting; plans stay far below it."""
 _LARGEST = 2 ** 63 - 1
+_UNPRINTABLE = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
+"""Control characters other than a new line, and surrogates."""
 _MARKUP = re.compile(r"\[/[^\[\]]*\]")
 """A closing tag of rich, which prints plans."""
 
@@ -172,9 +173,7 @@ def check_values(document: object, name: str) -> None:
 
 def _why_no_text(text: str) -> str:
     """The kind of text expected in place of an unprintable one; empty if `text` is printable."""
-    # Printable text, which is nearly all, has neither.
-    if not text.isprintable() and any(
-            category(character) in ("Cc", "Cs") and character != "\n" for character in text):
+    if _UNPRINTABLE.search(text):
         return "text without control characters and lone surrogates"
     return "text without markup" if _MARKUP.search(text) else ""
 
