@@ -270,27 +270,18 @@ def regions_of_rank(model: nn.Module, parallel: DataParallel,
     return chosen
 
 
-class _ShapesOnly(nn.Module):
-    """Module with parameters of given shapes."""
-
-    def __init__(self, shapes: Mapping[torch.Tensor, torch.Size], dtype: torch.dtype | None
-                 ) -> None:
-        super().__init__()
-        self.of = {id(p): nn.Parameter(torch.empty(
-            shape, dtype=dtype if dtype and p.is_floating_point() else p.dtype, device="meta"))
-                   for p, shape in shapes.items()}
-        self.parts = nn.ParameterList(self.of.values())
-
-
 def _share(shapes: Mapping[torch.Tensor, torch.Size], optimizer: object, device: torch.device,
            dtype: torch.dtype | None = None) -> tuple[object, FakeCopy]:
     """The optimizer on shards of its parameters; `dtype`: of floating-point shards, if
     different."""
-    stand_in = _ShapesOnly(shapes, dtype)
+    part_of = {id(p): nn.Parameter(torch.empty(
+        shape, dtype=dtype if dtype and p.is_floating_point() else p.dtype, device="meta"))
+               for p, shape in shapes.items()}
     if (given := instances(optimizer)) is not None:
-        optimizer = [_moved(each, stand_in.of) for each in given]
-    stand_in.of = {}
-    return optimizer, make_fake_copy(stand_in, device=device)
+        optimizer = [_moved(each, part_of) for each in given]
+    shards = nn.Module()
+    shards.parts = nn.ParameterList(part_of.values())
+    return optimizer, make_fake_copy(shards, device=device)
 
 
 def _moved(optimizer: Optimizer, part_of: Mapping[int, nn.Parameter]) -> Optimizer:
