@@ -47,16 +47,12 @@ def draw_plan(plan: Plan, path: str | PathLike[str]) -> None:
     figure.set_size_inches(9, 5)
     unit, scale = _unit(max(plan.peak_bytes, plan.baseline_peak_bytes))
     count = len(memory_timeline.activations)
-    moments = [*range(count), count]
-    rows = {name: [plan.memory[name]] * count
+    moments = [*range(count + 1)]
+    rows = {name: [plan.memory[name]] * (count + 1)
             for name in ("parameters", "buffers", "inputs", "optimizer")}
-    rows |= {
-        "gradients": [*memory_timeline.gradients],
-        "activations": [*memory_timeline.activations],
-        "temporaries": [*memory_timeline.temporaries],
-    }
-    for row in rows.values():
-        row.append(row[-1])
+    for name in ("gradients", "activations", "temporaries"):
+        sizes = getattr(memory_timeline, name)
+        rows[name] = [*sizes, sizes[-1]]
     end = count
     if plan.optimizer is not None:
         end += max(1, round(_OPTIMIZER_SHARE * count))
