@@ -171,9 +171,6 @@ class _Probe:
             search.found.add(self._name)
         return output
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        return types.MethodType(self._function, deepcopy(self._model, memo))
-
     def __reduce__(self) -> tuple[Any, ...]:
         return types.MethodType, (self._function, self._model)
 
