@@ -22,11 +22,10 @@ from dataclasses import dataclass, replace
 from planner.errors import InfeasibleBudget
 from planner.search.eager import schedule_within, smallest_result
 from planner.search.variants import Effort
-from planner.solvers.actions import as_order
 from planner.solvers.incumbent import PROOF_TOLERANCE
 from planner.solvers.problem import Schedule
 from planner.solvers.result import Result
-from planner.solvers.simulator import unroll
+from planner.solvers.simulator import is_legal, unroll
 from planner.step.breakdown import describe_bottleneck
 from planner.step.prepared import PreparedStep
 from planner.step.variant import Variant
@@ -133,8 +132,10 @@ def _within(prepared: PreparedStep, limit_bytes: int, effort: Effort,
 
 def _known(prepared: PreparedStep, effort: Effort, schedule: Schedule | None) -> Iterator[_Tried]:
     """The schedule of another size, of each graph variant that it is legal for."""
-    for variant in prepared.variants if schedule else ():
-        if schedule and max(as_order(schedule)) + 1 == len(variant.problem):
+    if schedule is None:
+        return
+    for variant in prepared.variants:
+        if is_legal(variant.problem, schedule):
             timeline = unroll(variant.problem, schedule)
             yield _tried(prepared, variant, Result(
                 schedule, timeline.peak_bytes, timeline.cost, variant.base_seconds, 0.0, "feasible",

@@ -34,11 +34,10 @@ from planner.search.reserved import schedule_reserving
 from planner.search.variants import cheapest, smallest
 from planner.sizes.bracketing import Bracket, find_largest, secant
 from planner.sizes.sized_steps import MakeLoss, SizedSteps, factory_of, model_first
-from planner.solvers.actions import as_order
 from planner.solvers.errors import InfeasibleBudget as Refusal
 from planner.solvers.minimum import minimum_peak
-from planner.solvers.problem import Problem, Schedule
-from planner.solvers.simulator import IllegalSchedule, simulate
+from planner.solvers.problem import Schedule
+from planner.solvers.simulator import is_legal, simulate
 from planner.step.prepared import PreparedStep
 from planner.step.variant import Variant
 from planner.units import format_bytes, format_fraction
@@ -363,7 +362,7 @@ class Feasibility:
             self._accept(number, step, variant, schedule) for variant in step.variants
             for schedule in (variant.problem.keep_all_schedule, *self.schedules.values(),
                              *self._small)
-            if _transfers(schedule, variant.problem))
+            if is_legal(variant.problem, schedule))
 
     def _search(self, number: int, step: PreparedStep) -> bool:
         limit, net_bytes = self._overhead_limit, step.budget.net_bytes(self._budget_bytes)
@@ -431,18 +430,6 @@ class Feasibility:
         for schedule in self._small:
             peaks = {number: float(variant.peak_bytes(schedule))
                      for number, step in captured.items() for variant in step.variants
-                     if _transfers(schedule, variant.problem)}
+                     if is_legal(variant.problem, schedule)}
             guesses.append(secant(peaks, self._budget_bytes))
         return max((guess for guess in guesses if guess is not None), default=None)
-
-
-def _transfers(schedule: Schedule, problem: Problem) -> bool:
-    """True if a schedule of another size is legal for this problem: it has the same number of
-    ops."""
-    if max(as_order(schedule)) + 1 != len(problem):
-        return False
-    try:
-        simulate(problem, schedule)
-    except IllegalSchedule:
-        return False
-    return True
