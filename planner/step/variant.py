@@ -69,15 +69,10 @@ class Variant:
 
     def saved_instances(self, schedule: Schedule) -> tuple[Instance, ...]:
         """Results that are alive across the end of forward and loss."""
-        seen: set[int] = set()
-        end = -1  # position of the last first run that does not belong to the backward
-        for position, index in enumerate(schedule):
-            if not isinstance(index, int):
-                continue
-            if index not in seen and self.graph.ops[index].phase is not Phase.BACKWARD:
-                end = position
-            seen.add(index)
-        return tuple(instance for instance in unroll(self.problem, schedule).instances
+        timeline = unroll(self.problem, schedule)
+        end = max((position for index, position in timeline.first_runs.items()
+                   if self.graph.ops[index].phase is not Phase.BACKWARD), default=-1)
+        return tuple(instance for instance in timeline.instances
                      if instance.birth <= end < instance.death)
 
     def offloaded_bytes(self, schedule: Schedule) -> int:
