@@ -22,7 +22,7 @@ from planner._graph_capture.fake_copies.storage_less import is_storage_less
 from planner._graph_capture.memory.allocator import allocated_bytes, requested_bytes
 from planner._graph_capture.memory.sparse import strided_tensors
 from planner._graph_capture.module_forward import modules_of, parameters_of
-from planner._graph_capture.torch_compat import is_functional, pytree, storage_key
+from planner._graph_capture.torch_compat import is_functional, storage_key
 
 _PLAIN = (torch.Tensor, nn.Parameter)
 
@@ -44,14 +44,11 @@ def gradients_among(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
             if parameter.is_leaf and (gradient := parameter.grad) is not None]
 
 
-def tensors_of(model: nn.Module, optimizers: Iterable[Optimizer] = ()) -> Iterator[torch.Tensor]:
+def tensors_of(model: nn.Module, optimizers: Iterable[Optimizer] = ()) -> list[torch.Tensor]:
     """The tensors of parameters, buffers, gradients and optimizer states."""
     states = [value for each in optimizers for state in each.state.values()
               for value in state.values()]
-    for leaf in pytree.tree_leaves((list(model.parameters()), gradients_of(model),
-                                    list(model.buffers()), states)):
-        if isinstance(leaf, torch.Tensor):
-            yield from strided_tensors(leaf)
+    return strided_tensors([*model.parameters(), *gradients_of(model), *model.buffers(), states])
 
 
 def held_bytes(model: nn.Module, optimizers: Iterable[Optimizer] = ()) -> int:
