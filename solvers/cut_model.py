@@ -23,8 +23,9 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections import Counter, defaultdict
-from collections.abc import Collection, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
 
 from ortools.math_opt.python import mathopt
 
@@ -39,8 +40,6 @@ class CutSolution:
 
     retained: tuple[frozenset[int], ...] | None
     """Storages to retain past each cut; `None` if no solution was found."""
-    extra_cost: float
-    """Cost of the recomputations in the model's solution (infinite without one)."""
     extra_bound: float
     """Lower bound on the recomputation cost of every legal schedule within the budget; infinite if
     none exists."""
@@ -50,40 +49,20 @@ class CutSolution:
     """See `solvers.milp.MilpResult`."""
 
 
-@dataclass(frozen=True, slots=True)
 class CutModel:
     """The MILP of one problem, its budget and its cuts."""
 
-    problem: Problem
-    budget_bytes: int
-    cuts: tuple[int, ...]
-    """Ops at whose first runs memory is constrained, ascending."""
-    runs: tuple[Run, ...] = ()
-    """Repeated ops; equal ones are counted instead of distinguished."""
-    retention_costs: Mapping[int, float] = field(default_factory=dict)
-    """Additional cost of retaining a storage past the first cut; included in cost and bound."""
-
-    def solve(self, seconds: float, *, seed: int = 0, gap: float = 0.0, nodes: int | None = None,
-              work: float = math.inf) -> CutSolution:
-        """Solve within a time limit, a number of nodes and some work (`milp.optimise`), to within a
-        gap in units of cost.
-
-        No initial schedule can be given: that made it slower.
-        """
-        return _Program(self).solve(seconds, seed, gap, nodes, work)
-
-
-class _Program:
-    """A `CutModel` written in MathOpt."""
-
-    def __init__(self, model: CutModel) -> None:
-        self.problem, self.spec = model.problem, model
-        problem = model.problem
+    def __init__(self, problem: Problem, budget_bytes: int, cuts: tuple[int, ...], *,
+                 runs: tuple[Run, ...] = (),
+                 retention_costs: Mapping[int, float] = MappingProxyType({})) -> None:
+        """`cuts`: ops at whose first runs memory is constrained, ascending.  `runs`: repeated ops;
+        equal ones are counted instead of distinguished.  `retention_costs`: additional cost of
+        retaining a storage past the first cut; included in cost and bound."""
+        self.problem, self.budget_bytes, self.cuts = problem, budget_bytes, cuts
         self.mip = mathopt.Model()
-        self.cuts = model.cuts
         count = len(self.cuts)
         self.live = _live_past_cuts(problem, self.cuts)
-        self.classes = _symmetry_classes(model, self.live)
+        self.classes = _symmetry_classes(problem, runs, cuts, self.live)
         # Variables by stage and class; each counts members.
         self.retained: list[dict[int, mathopt.Variable]] = [{} for _ in self.cuts]
         self.again: list[dict[int, mathopt.Variable]] = [{} for _ in self.cuts]
@@ -101,15 +80,14 @@ class _Program:
         for stage in range(count):
             self._stage(stage)
             self._memory(stage)
-        if count > 1:
-            for stage in range(count - 1):
-                self._closure(stage)
+        for stage in range(count - 1):
+            self._closure(stage)
         objective = mathopt.LinearSum(
             problem.ops[op].cost / self.cost_unit * variable
             for stage in self.again for op, variable in stage.items())
         for storage, variable in self.retained[0].items():
             # The least cost among members that differ: a bound for each is one for all.
-            cost = min(model.retention_costs.get(member, 0.0)
+            cost = min(retention_costs.get(member, 0.0)
                        for member in self.classes.storages[storage])
             if cost:
                 objective += cost / self.cost_unit * variable
@@ -171,7 +149,7 @@ class _Program:
     def _memory(self, stage: int) -> None:
         problem, cut = self.problem, self.cuts[stage]
         op = problem.ops[cut]
-        headroom = self.spec.budget_bytes - problem.fixed_bytes(cut)
+        headroom = self.budget_bytes - problem.fixed_bytes(cut)
         held = {*op.inputs, *op.outputs}
         terms: dict[mathopt.Variable, float] = {}
         for storage, variable in self.retained[stage].items():
@@ -195,7 +173,7 @@ class _Program:
                     row[self.retained[stage][storage]] = -1.0
             self._row(row, -float(len(candidates)))
             terms[taken] = float(size)
-        unit = max(1.0, self.spec.budget_bytes / 1e4)
+        unit = max(1.0, self.budget_bytes / 1e4)
         self._row({v: c / unit for v, c in terms.items() if c}, -headroom / unit)
 
     def _closure(self, stage: int) -> None:
@@ -213,16 +191,20 @@ class _Program:
         for op in total:
             self._needs(stage, op, total)
 
-    def solve(self, seconds: float, seed: int, gap: float, nodes: int | None, work: float
-              ) -> CutSolution:
+    def solve(self, seconds: float, *, seed: int = 0, gap: float = 0.0, nodes: int | None = None,
+              work: float = math.inf) -> CutSolution:
+        """Solve within a time limit, a number of nodes and some work (`milp.optimise`), to within a
+        gap in units of cost.
+
+        No initial schedule can be given: that made it slower.
+        """
         answer = optimise(self.mip, seconds, seed=seed, gap=gap / self.cost_unit, nodes=nodes,
                           work=work)
         retained = None
         if answer.values is not None:
             retained = tuple(self._told_apart(stage, answer.values)
                              for stage in range(len(self.cuts)))
-        return CutSolution(retained, answer.objective * self.cost_unit,
-                           answer.bound * self.cost_unit, answer.solved, answer.work)
+        return CutSolution(retained, answer.bound * self.cost_unit, answer.solved, answer.work)
 
     def _told_apart(self, stage: int,
                     values: Mapping[mathopt.Variable, float]) -> frozenset[int]:
@@ -251,17 +233,6 @@ class _Live:
     """Storages that may be worth retaining past the cut."""
     ops: tuple[int, ...]
     """Ops that may be worth recomputing in the stage."""
-
-
-def _symmetry_classes(model: CutModel, live: Sequence[_Live]) -> SymmetryClasses:
-    """Return the classes that the rows of a model allow.  The inputs and outputs of an op at a cut
-    are in classes of their own."""
-    problem = model.problem
-    alone = {*model.cuts, *(problem.storages[s].producer for op in model.cuts
-                            for s in problem.ops[op].inputs)}
-    seen = [*(stage.storages for stage in live), *(stage.demanded for stage in live)]
-    return symmetry_classes(problem, model.runs, model.cuts, seen, [stage.ops for stage in live],
-                            alone)
 
 
 def _live_past_cuts(problem: Problem, cuts: Sequence[int]) -> list[_Live]:
@@ -314,13 +285,12 @@ class SymmetryClasses:
     """By first member, the storages of a class, by producer."""
 
 
-def symmetry_classes(
-    problem: Problem, runs: Sequence[Run], cuts: Sequence[int], seen: Sequence[Collection[int]],
-    seen_ops: Sequence[Collection[int]], alone: Collection[int],
-) -> SymmetryClasses:
-    """Return the coarsest classes whose members are made between the same cuts, are in the same
-    sets of `seen_ops`, and have outputs in the same sets of storages `seen`.  Each op in `alone`
-    has a class of its own."""
+def _symmetry_classes(problem: Problem, runs: Sequence[Run], cuts: Sequence[int],
+                      live: Sequence[_Live]) -> SymmetryClasses:
+    """Return the coarsest classes that the rows of a model allow: their members are made between
+    the same cuts, and they and their outputs are live in the same stages.  The inputs and outputs
+    of an op at a cut are in classes of their own."""
+    alone = {*cuts, *(problem.storages[s].producer for op in cuts for s in problem.ops[op].inputs)}
     places: dict[int, Hashable] = {}
     for number, run in enumerate(runs):
         for op in range(run.start, run.stop):
@@ -328,10 +298,13 @@ def symmetry_classes(
                 places[op] = (number, (op - run.start) % run.period, bisect_left(cuts, op))
     marks: defaultdict[int, list[int]] = defaultdict(list)
     op_marks: defaultdict[int, list[int]] = defaultdict(list)
-    for noted, sets in ((marks, seen), (op_marks, seen_ops)):
-        for number, members in enumerate(sets):
-            for member in members:
-                noted[member].append(number)
+    for number, stage in enumerate(live):
+        for op in stage.ops:
+            op_marks[op].append(number)
+        for storage in stage.storages:
+            marks[storage].append(number)
+        for storage in stage.demanded:
+            marks[storage].append(~number)
     groups: defaultdict[Hashable, list[int]] = defaultdict(list)
     for index, described in enumerate(problem.ops):
         if index in places:

@@ -20,8 +20,6 @@ class MilpResult:
 
     values: Mapping[mathopt.Variable, float] | None
     """The best solution found."""
-    objective: float
-    """Its value; infinite without one."""
     bound: float
     """No solution has a smaller value; infinite where the model is infeasible."""
     solved: bool
@@ -54,7 +52,7 @@ def optimise(model: mathopt.Model, seconds: float, *, seed: int = 0, gap: float 
     tight already (those of candidates).
     """
     if seconds <= 0:
-        return MilpResult(None, float("inf"), 0.0, False)
+        return MilpResult(None, 0.0, False)
     if work < math.inf:
         most = int(work * _NODE_ROWS_PER_SECOND / max(1, model.get_num_linear_constraints()))
         nodes = max(1, most if nodes is None else min(nodes, most))
@@ -72,13 +70,11 @@ def optimise(model: mathopt.Model, seconds: float, *, seed: int = 0, gap: float 
     rows, reason = model.get_num_linear_constraints(), result.termination.reason
     if reason in (mathopt.TerminationReason.INFEASIBLE,
                   mathopt.TerminationReason.INFEASIBLE_OR_UNBOUNDED):
-        return MilpResult(None, float("inf"), float("inf"), True,
-                          _SECONDS_PER_MODEL + rows / _ROWS_PER_SECOND)
+        return MilpResult(None, float("inf"), True, _SECONDS_PER_MODEL + rows / _ROWS_PER_SECOND)
     work = _SECONDS_PER_MODEL + rows / _ROWS_PER_SECOND + (
         min(rows, math.sqrt(_DENSE_ROWS * rows)) * result.solve_stats.simplex_iterations
         / _ROW_STEPS_PER_SECOND)
     bound = max(0.0, result.termination.objective_bounds.dual_bound)
     solved = reason is mathopt.TerminationReason.OPTIMAL
-    if not result.has_primal_feasible_solution():
-        return MilpResult(None, float("inf"), bound, solved, work)
-    return MilpResult(result.variable_values(), result.objective_value(), bound, solved, work)
+    values = result.variable_values() if result.has_primal_feasible_solution() else None
+    return MilpResult(values, bound, solved, work)

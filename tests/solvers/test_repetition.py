@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from planner.solvers import Op, Problem, Segment, Storage, simulate, unroll
-from planner.solvers.cut_model import CutModel, _Program
+from planner.solvers.cut_model import CutModel
 from planner.solvers.repetition import LEAST_SPARED, runs_of
 from tests.support.oracle_small import cheapest
 from tests.support.problems import all_runs, repeated
@@ -73,7 +73,7 @@ def test_with_one_cut_nothing_is_lost_by_counting(layers: int, fraction: float,
     models = [CutModel(problem, budget, (timeline.peak_position,), runs=r) for r in ((), runs)]
     apart, counted = (model.solve(SECONDS) for model in models)
     assert apart.solved and counted.solved
-    assert counted.extra_cost == pytest.approx(apart.extra_cost, rel=1e-6)
+    assert counted.extra_bound == pytest.approx(apart.extra_bound, rel=1e-6)
     for solution in (apart, counted):
         held = sum(problem.storages[s].size_bytes for s in solution.retained[0])
         assert held <= budget
@@ -84,9 +84,9 @@ def test_the_model_does_not_grow_with_depth() -> None:
     for layers in (12, 48):
         problem = gpt(layers)
         timeline = unroll(problem, problem.keep_all_schedule)
-        program = _Program(CutModel(problem, timeline.peak_bytes // 2,
-                                    (timeline.peak_position,), runs=runs_of(problem)))
-        sizes.append(program.mip.get_num_variables())
+        model = CutModel(problem, timeline.peak_bytes // 2, (timeline.peak_position,),
+                         runs=runs_of(problem))
+        sizes.append(model.mip.get_num_variables())
     assert sizes[0] == sizes[1] < 200
 
 
