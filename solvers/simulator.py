@@ -147,10 +147,7 @@ def unroll(problem: Problem, schedule: Sequence[Action | int]) -> Timeline:
                 op = ops[index]
                 read = []
                 for storage in op.inputs:
-                    instance = current[storage]
-                    if instance < 0:  # pragma: no cover - excluded by the order of first runs
-                        raise IllegalSchedule(f"run {position} ({op.name}) reads storage "
-                                              f"{storage} before it exists")
+                    instance = current[storage]  # first runs come in order: it exists
                     deaths[instance] = position
                     read.append(instance)
                 reads.append(tuple(read))
