@@ -76,14 +76,14 @@ def jointly(propose: Algorithm) -> Algorithm:
     def propose_jointly(task: Task) -> Proposal:
         problem, seconds = task.problem, task.seconds_left
         alone = propose(replace(task, problem=replace(problem, link=None)))
-        if _rank(problem, task.budget_bytes, alone.schedule) <= (0, problem.keep_all_cost):
+        if rank(problem, task.budget_bytes, alone.schedule) <= (0, problem.keep_all_cost):
             return alone
         free = propose(replace(
             task, problem=relaxed(problem), deadline=time.monotonic() + seconds / 2,
             warm_start=None, ideas=()))
         orders = (as_order(alone.schedule), as_order(free.schedule), problem.keep_all_schedule)
         found = search(problem, task.budget_bytes, orders)
-        if _rank(problem, task.budget_bytes, found)[0]:
+        if rank(problem, task.budget_bytes, found)[0]:
             # A schedule independent of the budget, so that a refusal's promise can be kept.
             least = minimum_peak(relaxed(problem), seed=task.seed)
             found = search(problem, task.budget_bytes, (*orders, least))
@@ -114,7 +114,7 @@ def _search_from(problem: Problem, budget_bytes: int, order: Order
     def evaluated(dropped: Set[int], margin: float = 0.0) -> tuple[tuple[int, float], _Found]:
         found = with_transfers(problem, _without(problem, order, dropped), budget_bytes,
                                int(margin * budget_bytes))
-        return _rank(problem, budget_bytes, found), found
+        return rank(problem, budget_bytes, found), found
 
     again = Counter(order)
     replayed = [op for op, runs in again.items() if runs > 1]
@@ -161,7 +161,7 @@ def _without(problem: Problem, order: Order, dropped: Set[int]) -> Order:
     return tuple(reversed(left))
 
 
-def _rank(problem: Problem, budget_bytes: int, schedule: Iterable[Action | int]
+def rank(problem: Problem, budget_bytes: int, schedule: Iterable[Action | int]
           ) -> tuple[int, float]:
     """Sort key, smaller is better: the excess over the budget, then the cost."""
     peak, cost = simulate(problem, tuple(schedule))

@@ -11,7 +11,7 @@ from planner.solvers.actions import Schedule, as_order, as_schedule, known_actio
 from planner.solvers.errors import InfeasibleBudget
 from planner.solvers.incumbent import PROOF_TOLERANCE
 from planner.solvers.minimum import working_set_floor
-from planner.solvers.offload import jointly, relaxed
+from planner.solvers.offload import jointly, rank, relaxed
 from planner.solvers.problem import Problem
 from planner.solvers.result import Result
 from planner.solvers.simulator import simulate
@@ -77,7 +77,7 @@ def solve(problem: Problem, budget_bytes: int | None = None, *, solver: str | Al
     schedule, bound = proposal.schedule, max(proposal.lower_bound, problem.keep_all_cost)
     if warm_start is not None:
         schedule = min((schedule, known_actions(warm_start)),
-                       key=lambda s: _rank(problem, budget, s))
+                       key=lambda s: rank(problem, budget, s))
     schedule = as_schedule(schedule)
     peak, cost = simulate(problem, schedule)
     if peak > budget:
@@ -91,10 +91,3 @@ def solve(problem: Problem, budget_bytes: int | None = None, *, solver: str | Al
         seconds=time.monotonic() - started,
         solver=solver if isinstance(solver, str) else getattr(solver, "__name__", "given"),
         interrupted=proposal.interrupted)
-
-
-def _rank(problem: Problem, budget_bytes: int, schedule: Schedule) -> tuple[int, float]:
-    """Sort key, smaller is better: schedules that fit, by cost; then the others, by their excess.
-    """
-    peak, cost = simulate(problem, schedule)
-    return (0, cost) if peak <= budget_bytes else (peak - budget_bytes, cost)
