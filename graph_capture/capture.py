@@ -457,7 +457,7 @@ def capture_step(
         optimizer_steps=tracing.optimizer(optimizer, baseline.with_gradient),
         training=model.training, overrides=forced,
         compiled=None if recording.graphs is None or not is_present else CompiledTracer(
-            recording.fake_copy, recording.loss_fn, costs, recording.graphs, fake_copy,
+            recording.fake_copy, recording.loss_fn, costs, recording.graphs,
             lambda: tracing.wrapper, holds_output, capture_seconds),
         outputs=loss.outputs,
         differentiable=tuple(tensor.requires_grad for tensor in output_tensors(recording.output)),

@@ -66,8 +66,6 @@ class CompiledTracer:
     costs: OpCosts
     graphs: CapturedGraphs
     """The graphs of the fake copy's model."""
-    origin: FakeCopy
-    """The original of `fake_copy`; kept here because `fake_copy` needs its tensors alive."""
     wrapper: Callable[[], Wrapper] = Wrapper
     """Makes what data parallelism runs along with a step."""
     holds_output: bool = True
