@@ -16,12 +16,7 @@ import torch
 from torch import nn
 
 from planner._graph_capture.device_kernels.attention import kernels_of
-from planner._graph_capture.dynamo.blocks import (
-    REPEATED_BLOCKS,
-    WHOLE_MODEL,
-    find_blocks,
-    has_repeated_blocks,
-)
+from planner._graph_capture.dynamo.blocks import WHOLE_MODEL, find_blocks, repeated_blocks
 from planner._graph_capture.dynamo.distinct_inputs import with_distinct_tensors
 from planner._graph_capture.dynamo.record import Recording, record_training_step
 from planner._graph_capture.dynamo.traced_code import TracedCode
@@ -347,8 +342,7 @@ def capture_step(
                 raise
             recording = record(fake_copy, blocks)
     may_skip = fake_copy.dice.were_thrown or decides_by_values(answers)
-    repeated = blocks or (find_blocks(model, REPEATED_BLOCKS)
-                          if regions is None and has_repeated_blocks(model) else ())
+    repeated = blocks or (repeated_blocks(model) if regions is None else ())
     skipped = skipped_blocks(recording.fake_copy, repeated) if may_skip and symbolic is None else ()
     # One graph of a model that skips blocks serves only the steps that skip the same.
     is_in_vain = (not recording.calls or _sharing_code(recording) or skipped

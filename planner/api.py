@@ -18,7 +18,7 @@ from planner._apply.call_signature import (
     tensor_keys,
 )
 from planner._graph_capture.capture import CapturedStep, SymbolicStep, capture_step, trace_symbolic
-from planner._graph_capture.dynamo.blocks import REPEATED_BLOCKS, has_repeated_blocks
+from planner._graph_capture.dynamo.blocks import REPEATED_BLOCKS, repeated_blocks
 from planner._graph_capture.dynamo.traced_code import TracedCode, keep_code
 from planner._graph_capture.fake_copies.fake import device_planned_for
 from planner._graph_capture.module_forward import own_forward
@@ -323,7 +323,7 @@ def capture_call(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     if parallel is not None:
         regions = regions_of_rank(model, parallel, planning.regions)
     elif regions is None and (early or planning.optimizer_in_backward):
-        regions = REPEATED_BLOCKS if has_repeated_blocks(model) else None
+        regions = REPEATED_BLOCKS if repeated_blocks(model) else None
     device = device_planned_for(model, planning.device)
     if planning.budget_of == "reserved" and device.type != "cuda":
         raise ValueError(f'budget_of="reserved" on the device `{device}`: its allocator reserves '

@@ -57,11 +57,6 @@ def find_blocks(model: nn.Module, regions: str | Sequence[str]) -> tuple[str, ..
     return tuple(chosen)
 
 
-def has_repeated_blocks(model: nn.Module) -> bool:
-    """True if `find_blocks` finds any by itself."""
-    return bool(repeated_blocks(model))
-
-
 def most_alike(model: nn.Module) -> int:
     """The number of repeated blocks of the most frequent class; 0 if there are none."""
     kinds = Counter(type(model.get_submodule(name)) for name in repeated_blocks(model))

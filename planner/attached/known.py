@@ -43,8 +43,8 @@ from planner._graph_capture.completed import (
 from planner._graph_capture.dynamo.blocks import (
     REPEATED_BLOCKS,
     WHOLE_MODEL,
-    has_repeated_blocks,
     most_alike,
+    repeated_blocks,
 )
 from planner._graph_capture.dynamo.traced_code import TracedCode
 from planner._graph_capture.errors import CaptureError, DataDependentValue
@@ -762,4 +762,4 @@ def regions_under_wrappers(model: nn.Module) -> str | None:
     """
     if wrapping_data_parallel() is None:
         return None
-    return REPEATED_BLOCKS if has_repeated_blocks(model) else WHOLE_MODEL
+    return REPEATED_BLOCKS if repeated_blocks(model) else WHOLE_MODEL

@@ -28,7 +28,7 @@ from planner._graph_capture.dynamo.blocks import (
     REPEATED_BLOCKS,
     WHOLE_MODEL,
     find_blocks,
-    has_repeated_blocks,
+    repeated_blocks,
 )
 from planner._graph_capture.fake_copies.fake import FakeCopy, make_fake_copy
 from planner._graph_capture.memory.allocator import allocated_bytes
@@ -249,7 +249,7 @@ def regions_of_rank(model: nn.Module, parallel: DataParallel,
     """
     units = [] if parallel.is_replicated else [
         name for names in unit_names(model, parallel.units) for name in names]
-    default = REPEATED_BLOCKS if has_repeated_blocks(model) else tuple(
+    default = REPEATED_BLOCKS if repeated_blocks(model) else tuple(
         unit for unit in units if unit and any(model.get_submodule(unit).children()))
     chosen = regions or default or WHOLE_MODEL
     if not units:
