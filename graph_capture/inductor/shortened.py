@@ -23,7 +23,7 @@ from typing import Any
 
 from torch import fx
 
-from planner._graph_capture.joint_graph.joint import is_view, tensors_of
+from planner._graph_capture.joint_graph.joint import tensors_of, unviewed
 
 _COPIES_KEPT = 2
 _NUMBERED = frozenset({"inductor_lookup_seed"})
@@ -185,7 +185,7 @@ class _Sequence:
         chosen = [True] * len(self.outputs) if keeps is None else keeps
         values = [value if not isinstance(value, fx.Node)
                   else copies[value] if keeps is not None or self.window_of(
-                      _viewed(value)) is None else None
+                      unviewed(value)) is None else None
                   for value, is_kept in zip(self.outputs, chosen, strict=True) if is_kept]
         output = graph.output(values)
         output.meta = dict(old.meta)
@@ -267,15 +267,8 @@ def _breakdowns(there: _Sequence, back: _Sequence, cuts: Iterable[_Cut],
 
 def _root(sequence: _Sequence, node: fx.Node) -> list[tuple[fx.Node, int]]:
     """The op that made the storage of a node, and its place; nothing for an input."""
-    made = _viewed(node)
+    made = unviewed(node)
     return [(made, sequence.index_of[made])] if made in sequence.index_of else []
-
-
-def _viewed(node: fx.Node) -> fx.Node:
-    """The base of a view; the node itself if it is none."""
-    while node.op == "call_function" and is_view(node) and node.all_input_nodes:
-        node = node.all_input_nodes[0]
-    return node
 
 
 def _bytes(node: fx.Node) -> int:

@@ -241,6 +241,13 @@ def is_view(node: fx.Node) -> bool:
     return isinstance(node.target, OpOverload) and node.target.is_view
 
 
+def unviewed(node: fx.Node) -> fx.Node:
+    """The base of a view; the node itself if it is none."""
+    while is_view(node) or node.target is torch.ops.aten._unsafe_view.default:
+        node = node.all_input_nodes[0]
+    return node
+
+
 def primals_of(module: fx.GraphModule) -> list[fx.Node]:
     """The inputs of a joint graph's forward."""
     return [node for node in module.graph.find_nodes(op="placeholder") if not is_cotangent(node)]

@@ -38,18 +38,14 @@ from typing import Any
 import torch
 from torch import fx
 
-from planner._graph_capture.joint_graph.chunks.part import (
-    Part,
-    find_inner_parts,
-    find_part,
-    unviewed,
-)
+from planner._graph_capture.joint_graph.chunks.part import Part, find_inner_parts, find_part
 from planner._graph_capture.joint_graph.chunks.rows import ADDING, CASTS, Kind, Reduction, Rows
 from planner._graph_capture.joint_graph.joint import (
     JointGraph,
     eliminate_dead_code,
     is_tuple_element,
     is_view,
+    unviewed,
 )
 from planner._graph_capture.joint_graph.replay import RUNS_ONCE
 from planner._graph_capture.joint_graph.walks import ancestors, descendants

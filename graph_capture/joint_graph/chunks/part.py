@@ -42,7 +42,7 @@ from planner._graph_capture.joint_graph.chunks.rows import (
     factors,
     pointwise_within,
 )
-from planner._graph_capture.joint_graph.joint import JointGraph, is_tuple_element, is_view
+from planner._graph_capture.joint_graph.joint import JointGraph, is_tuple_element, unviewed
 from planner._graph_capture.joint_graph.walks import ancestors, descendants
 
 _aten = torch.ops.aten
@@ -211,13 +211,6 @@ def _only_readers(node: fx.Node) -> list[fx.Node]:
         node = next(iter(node.users))
         found.append(node)
     return found
-
-
-def unviewed(node: fx.Node) -> fx.Node:
-    """The base of a view; the node itself if it is none."""
-    while is_view(node) or node.target is _aten._unsafe_view.default:
-        node = node.all_input_nodes[0]
-    return node
 
 
 def is_possible(part: Part, wide: set[fx.Node]) -> bool:
