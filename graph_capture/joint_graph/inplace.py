@@ -81,7 +81,7 @@ def inplace_candidates(
         return ()
     found = []
     for position, operand in enumerate(node.args):
-        if not isinstance(operand, fx.Node) or not _same_layout(operand.meta.get("val"), result):
+        if not isinstance(operand, fx.Node) or not same_layout(operand.meta.get("val"), result):
             continue
         if operand.op == "placeholder" or not _fills_its_storage(operand.meta["val"]):
             continue
@@ -217,7 +217,9 @@ def _fills_its_storage(tensor: torch.Tensor) -> bool:
             and is_dense(tensor))
 
 
-def _same_layout(value: object, result: torch.Tensor) -> bool:
+def same_layout(value: object, result: torch.Tensor) -> bool:
+    """True if a value is a tensor with the other's shape, strides, dtype, device, conjugate bit and
+    sign."""
     return (isinstance(value, torch.Tensor) and same_sizes(value.shape, result.shape)
             and value.dtype == result.dtype and same_sizes(value.stride(), result.stride())
             and value.device == result.device and value.is_conj() == result.is_conj()
@@ -226,7 +228,7 @@ def _same_layout(value: object, result: torch.Tensor) -> bool:
 
 def _same_view(operand: fx.Node, other: fx.Node) -> bool:
     mine, theirs = operand.meta["val"], other.meta.get("val")
-    return (_same_layout(theirs, mine) and isinstance(theirs, torch.Tensor)
+    return (same_layout(theirs, mine) and isinstance(theirs, torch.Tensor)
             and theirs.storage_offset() == mine.storage_offset())
 
 

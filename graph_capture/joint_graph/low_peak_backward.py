@@ -19,9 +19,10 @@ from collections.abc import Mapping
 import torch
 from torch import fx
 
+from planner._graph_capture.joint_graph.inplace import same_layout
 from planner._graph_capture.joint_graph.joint import JointGraph, is_tuple_element, is_view
 from planner._graph_capture.joint_graph.walks import descendants, readers
-from planner._graph_capture.torch_compat import OpOverload, same_sizes
+from planner._graph_capture.torch_compat import OpOverload
 
 _LARGEST_SHARE = 0.5
 """Parts that are read late are copied if they are at most this share of the whole."""
@@ -49,8 +50,8 @@ def lower_backward_peak(joint: JointGraph, *, compiled: bool = False) -> None:
     order = {node: position for position, node in enumerate(graph.nodes)}
     for pooling in graph.find_nodes(op="call_function", target=_POOL_BACKWARD):
         other = _other_summand(pooling)
-        if other is not None and order[other] < order[pooling] and _same_layout(
-                other, pooling.args[_POOL_INPUT]):
+        if other is not None and order[other] < order[pooling] and same_layout(
+                other.meta["val"], pooling.args[_POOL_INPUT].meta["val"]):
             pooling.update_arg(_POOL_INPUT, other)
 
 
@@ -103,12 +104,6 @@ def _other_summand(node: fx.Node) -> fx.Node | None:
         return None
     other = total.args[1] if total.args[0] is node else total.args[0]
     return other if isinstance(other, fx.Node) and other is not node else None
-
-
-def _same_layout(left: fx.Node, right: fx.Node) -> bool:
-    mine, theirs = left.meta["val"], right.meta["val"]
-    return (same_sizes(mine.shape, theirs.shape) and mine.dtype == theirs.dtype
-            and same_sizes(mine.stride(), theirs.stride()))
 
 
 _REALIZED = "checkpoint_planner::realized_copy"
