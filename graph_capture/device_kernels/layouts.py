@@ -22,6 +22,7 @@ from planner._graph_capture.torch_compat import (
     no_active_modes,
     pytree,
     storage_key,
+    tensor_in_storage,
 )
 
 
@@ -71,6 +72,4 @@ class _Mover:
             return leaf
         storage = self._storages.setdefault(storage_key(leaf), torch.UntypedStorage(
             leaf.untyped_storage().nbytes(), device="meta"))
-        meta = torch.empty(0, dtype=leaf.dtype, device="meta")
-        meta.set_(storage, leaf.storage_offset(), leaf.size(), leaf.stride())
-        return fake_tensor(leaf.fake_mode, meta, self._device)
+        return fake_tensor(leaf.fake_mode, tensor_in_storage(storage, leaf), self._device)

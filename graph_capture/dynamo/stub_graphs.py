@@ -16,11 +16,7 @@ import torch
 from torch import fx
 
 from planner._graph_capture.errors import CaptureError
-from planner._graph_capture.fake_copies.storage_less import (
-    StorageLessMode,
-    storage_less_storage,
-    storage_less_tensor,
-)
+from planner._graph_capture.fake_copies.storage_less import StorageLessMode, storage_less_storage
 from planner._graph_capture.joint_graph.joint import is_cotangent, is_view, primals_of
 from planner._graph_capture.memory.sparse import is_sparse
 from planner._graph_capture.torch_compat import (
@@ -30,6 +26,7 @@ from planner._graph_capture.torch_compat import (
     copied_module,
     no_active_modes,
     split_joint_graph,
+    tensor_in_storage,
 )
 
 _CARRIED = "_checkpoint_planner_saved"
@@ -178,8 +175,8 @@ class StubResults:
             return like
         if isinstance(self._mode, StorageLessMode):
             with no_active_modes():
-                return storage_less_tensor(
-                    like, storage_less_storage(like.untyped_storage().nbytes(), self._device))
+                return tensor_in_storage(
+                    storage_less_storage(like.untyped_storage().nbytes(), self._device), like)
         with self._mode:
             return torch.empty_strided(
                 like.shape, like.stride(), dtype=like.dtype, device=self._device)

@@ -57,6 +57,7 @@ from planner._graph_capture.torch_compat import (
     pytree,
     storage_key,
     tensor_clone,
+    tensor_in_storage,
 )
 from planner._graph_capture.training_graph import ResidentMemory
 
@@ -273,9 +274,7 @@ class FakeCopier(TorchFunctionMode):
 
     def new_tensor(self, like: torch.Tensor, storage: torch.UntypedStorage) -> torch.Tensor:
         """A tensor in `storage` with the layout of `like`."""
-        meta = torch.empty(0, dtype=like.dtype, device="meta")
-        meta.set_(storage, like.storage_offset(), like.size(), like.stride())
-        return fake_tensor(self.mode, meta, self.device)
+        return fake_tensor(self.mode, tensor_in_storage(storage, like), self.device)
 
     def of_class(self, plain: torch.Tensor, kind: type[torch.Tensor]) -> torch.Tensor:
         """`plain` in the place of a tensor of a subclass without ops of its own.

@@ -52,6 +52,7 @@ from planner._graph_capture.torch_compat import (
     spanned_elements,
     storage_at,
     storage_key,
+    tensor_in_storage,
     written_tensors,
 )
 from planner._graph_capture.torch_compat.dispatch import as_composed, may_copy
@@ -321,9 +322,8 @@ class StorageLessMode(TorchDispatchMode):
             key = storage_key(leaf)
             if key not in storages:
                 storages[key] = torch.UntypedStorage(leaf.untyped_storage().nbytes(), device="meta")
-            meta = torch.empty(0, dtype=leaf.dtype, device="meta").set_(
-                storages[key], leaf.storage_offset(), leaf.size(), leaf.stride())
-            made = fake_tensor(self._fakes, meta, self._planned or leaf.device)
+            made = fake_tensor(self._fakes, tensor_in_storage(storages[key], leaf),
+                               self._planned or leaf.device)
             originals[id(made)] = leaf
             owners[storage_key(made)] = leaf
             return made
@@ -354,8 +354,8 @@ class StorageLessMode(TorchDispatchMode):
             return leaf
         device = device or leaf.device
         is_on_gpu = self._planned is None and device.type == "cuda"
-        return storage_less_tensor(leaf, storage_less_storage(
-            leaf.untyped_storage().nbytes(), device if is_on_gpu else _CPU))
+        return tensor_in_storage(storage_less_storage(
+            leaf.untyped_storage().nbytes(), device if is_on_gpu else _CPU), leaf)
 
     def _known(self, tensor: torch.Tensor) -> bool:
         overwritten = self._overwritten.get(storage_key(tensor))
@@ -402,12 +402,6 @@ def is_storage_less(tensor: torch.Tensor) -> bool:
     return zeros_on(tensor.device).holds(tensor.untyped_storage().data_ptr())
 
 
-def storage_less_tensor(like: torch.Tensor, storage: torch.UntypedStorage) -> torch.Tensor:
-    """An ordinary tensor in `storage` with the layout of `like`."""
-    return torch.empty(0, dtype=like.dtype, device=storage.device).set_(
-        storage, like.storage_offset(), like.size(), like.stride())
-
-
 class StorageLessCopier(FakeCopier):
     """Deep copies in which each tensor becomes storage-less, except for small known values."""
 
@@ -442,7 +436,7 @@ class StorageLessCopier(FakeCopier):
         return storage_less_storage(size_bytes, self.device)
 
     def new_tensor(self, like: torch.Tensor, storage: torch.UntypedStorage) -> torch.Tensor:
-        return storage_less_tensor(like, storage)
+        return tensor_in_storage(storage, like)
 
     def of_class(self, plain: torch.Tensor, kind: type[torch.Tensor]) -> torch.Tensor:
         return of_class(plain, kind)

@@ -53,6 +53,12 @@ def fake_tensor(mode: FakeTensorMode, meta: torch.Tensor, device: torch.device) 
     return FakeTensor(mode, meta, device)
 
 
+def tensor_in_storage(storage: torch.UntypedStorage, like: torch.Tensor) -> torch.Tensor:
+    """An ordinary tensor in `storage` with the layout of `like`."""
+    return torch.empty(0, dtype=like.dtype, device=storage.device).set_(
+        storage, like.storage_offset(), like.size(), like.stride())
+
+
 def no_active_modes() -> AbstractContextManager[object]:
     """Inside, real ops run, whatever fake, proxy or tracing mode is active outside.
 

@@ -13,9 +13,8 @@ from planner._graph_capture.fake_copies.storage_less import (
     UnknownValue,
     storage_less_copy,
     storage_less_storage,
-    storage_less_tensor,
 )
-from planner._graph_capture.torch_compat import storage_key
+from planner._graph_capture.torch_compat import storage_key, tensor_in_storage
 
 
 class Inspecting(nn.Module):
@@ -124,5 +123,5 @@ def test_random_ops_leave_the_random_state_alone():
 
 
 def test_reading_behind_the_dispatchers_back_yields_zeros():
-    tensor = storage_less_tensor(torch.empty(2, 3, device="meta"), storage_less_storage(24))
+    tensor = tensor_in_storage(storage_less_storage(24), torch.empty(2, 3, device="meta"))
     assert tensor.numpy().tolist() == [[0.0] * 3] * 2
