@@ -51,6 +51,7 @@ from planner._graph_capture.torch_compat import (
     profiler_is_running,
     pytree,
     schema_of,
+    spanned_elements,
 )
 from planner._graph_capture.torch_compat.recurrent import in_training
 
@@ -281,7 +282,7 @@ def signature(target: OpOverload | str, args: tuple[Any, ...], kwargs: Mapping[s
 
 
 def _extent_bytes(tensor: torch.Tensor) -> int:
-    return extent(tensor) * tensor.dtype.itemsize
+    return spanned_elements(tensor) * tensor.dtype.itemsize
 
 
 def _known_to_be_free(target: OpOverload, args: tuple[Any, ...], inputs: list[torch.Tensor],
@@ -373,7 +374,7 @@ class Materializer:
         return made._coalesced_(known.is_coalesced())
 
     def _real(self, fake: torch.Tensor | Layout) -> torch.Tensor:
-        count = extent(fake)
+        count = spanned_elements(fake)
         if fake.dtype.is_floating_point or fake.dtype.is_complex:
             # A small random pattern, repeated: random numbers cost more than most ops.
             pattern = torch.rand(min(count, 4096), generator=self._random, device=self._device)
@@ -412,13 +413,6 @@ def ints(sizes: Any) -> tuple[int, ...]:
 def strides(tensor: torch.Tensor | Layout) -> tuple[int, ...]:
     return tensor.stride() if tensor.layout is torch.strided else ()
 
-
-def extent(tensor: torch.Tensor | Layout) -> int:
-    """Elements from the first to the last that the tensor reaches."""
-    if any(size == 0 for size in tensor.shape):
-        return 0
-    return 1 + sum((int(size) - 1) * int(stride)
-                   for size, stride in zip(tensor.shape, strides(tensor), strict=True))
 
 
 ENVIRONMENT_VARIABLE = "CHECKPOINT_PLANNER_CACHE"

@@ -119,11 +119,12 @@ def runs_in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-def spanned_elements(tensor: torch.Tensor) -> int:
-    """Number of elements of a tensor's storage from its first to its last one."""
-    return 0 if tensor.numel() == 0 else 1 + sum(
+def spanned_elements(tensor: Any) -> int:
+    """Number of elements of a tensor's storage from its first to its last one; also of what
+    describes a tensor by `shape` and `stride()`."""
+    return 0 if any(size == 0 for size in tensor.shape) else 1 + sum(
         int((size - 1) * stride)
-        for size, stride in zip(tensor.size(), tensor.stride(), strict=True))
+        for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 def storage_key(tensor: torch.Tensor) -> int:
