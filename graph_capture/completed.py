@@ -10,7 +10,7 @@ graphs is part of the code recorded between them.  Both need another capture, wi
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
+from collections.abc import Callable, Sequence, Set
 from dataclasses import replace
 
 from planner._graph_capture.capture import CapturedStep
@@ -40,8 +40,7 @@ def with_seen_loss(step: CapturedStep, seen: ObservedLoss) -> CapturedStep:
     the output."""
     lives = [each.until for each in seen.outputs]
     step = replace(
-        step, variants=tuple(replace(variant, graph=_with_loss(variant.graph, seen))
-                             for variant in step.variants),
+        _with_graphs(step, lambda graph: _with_loss(graph, seen)),
         tracing=replace(step.tracing, loss_fn=ReplayedLoss(seen),
                         holds_output=step.holds_output and _outlives(lives)))
     baseline = _traced(step) or step.baseline
@@ -52,8 +51,8 @@ def with_seen_loss(step: CapturedStep, seen: ObservedLoss) -> CapturedStep:
 def with_room(step: CapturedStep, room_bytes: int) -> CapturedStep:
     """The step whose schedules leave this much to others between forward and backward; the plain
     step does not."""
-    return step if not room_bytes else replace(step, variants=tuple(
-        replace(variant, graph=_with_room(variant.graph, room_bytes)) for variant in step.variants))
+    return step if not room_bytes else _with_graphs(
+        step, lambda graph: _with_room(graph, room_bytes))
 
 
 def with_output_let_go(step: CapturedStep, lives: Sequence[Until]) -> CapturedStep:
@@ -63,21 +62,16 @@ def with_output_let_go(step: CapturedStep, lives: Sequence[Until]) -> CapturedSt
     if step.holds_output:
         step = replace(step, tracing=replace(step.tracing, holds_output=False), later=None)
         step = replace(step, baseline=_traced(step) or step.baseline)
-    return replace(
-        step, variants=tuple(replace(variant, graph=with_output_released(variant.graph, lives))
-                             for variant in step.variants),
-        compiled=step.compiled and replace(step.compiled, holds_output=False))
+    return replace(_with_graphs(step, lambda graph: with_output_released(graph, lives)),
+                   compiled=step.compiled and replace(step.compiled, holds_output=False))
 
 
 def with_held(step: CapturedStep, held_bytes: int, pending_bytes: int = 0) -> CapturedStep:
     """The step with `held_bytes` more of the caller's memory throughout, and `pending_bytes` more
     of other calls' memory until the backward ends."""
-    return replace(step, variants=tuple(replace(variant, graph=replace(
-        variant.graph, resident=replace(
-            variant.graph.resident,
-            inputs_bytes=variant.graph.resident.inputs_bytes + held_bytes,
-            pending_bytes=variant.graph.resident.pending_bytes + pending_bytes)))
-                                        for variant in step.variants))
+    return _with_graphs(step, lambda graph: replace(graph, resident=replace(
+        graph.resident, inputs_bytes=graph.resident.inputs_bytes + held_bytes,
+        pending_bytes=graph.resident.pending_bytes + pending_bytes)))
 
 
 def with_held_in_forward(step: CapturedStep, held_bytes: int, loss: ObservedLoss | None
@@ -86,9 +80,8 @@ def with_held_in_forward(step: CapturedStep, held_bytes: int, loss: ObservedLoss
     of the step before, which are then gone.  `loss`: the one outside the model."""
     workspace_bytes = 0 if loss is None else max(
         0, (loss.forward_peak_bytes or loss.peak_bytes) - loss.held_bytes)
-    return step if not held_bytes else replace(step, variants=tuple(
-        replace(variant, graph=_with_held_in_forward(variant.graph, held_bytes, workspace_bytes))
-        for variant in step.variants))
+    return step if not held_bytes else _with_graphs(
+        step, lambda graph: _with_held_in_forward(graph, held_bytes, workspace_bytes))
 
 
 def with_earlier_gradients(step: CapturedStep) -> CapturedStep:
@@ -97,6 +90,12 @@ def with_earlier_gradients(step: CapturedStep) -> CapturedStep:
         return step
     later = _traced(step, step.baseline.with_gradient)
     return replace(step, later=later or step.baseline)
+
+
+def _with_graphs(step: CapturedStep, change: Callable[[TrainingGraph], TrainingGraph]
+                 ) -> CapturedStep:
+    return replace(step, variants=tuple(
+        replace(variant, graph=change(variant.graph)) for variant in step.variants))
 
 
 def _outlives(lives: Sequence[Until]) -> bool:
