@@ -36,9 +36,9 @@ from planner._graph_capture.torch_compat import (
     KNOWN_BYTES,
     FakeTensor,
     FakeTensorMode,
+    InfraMode,
     NoStaticShape,
     OpOverload,
-    TorchDispatchMode,
     fake_tensor,
     has_discrete_values,
     is_small_input,
@@ -165,7 +165,7 @@ def storage_less_copy(fake_copy: FakeCopy, extra: tuple[Any, ...] = (), *,
         copied=fake_copy)
 
 
-class StorageLessMode(TorchDispatchMode):
+class StorageLessMode(InfraMode):
     """Runs ops on known values, and answers all others with storage-less tensors."""
 
     def __init__(self, *, unknown_is_zero: bool = False, planned: torch.device | None = None
@@ -185,11 +185,6 @@ class StorageLessMode(TorchDispatchMode):
         self._results: dict[object, Any] = {}  # fake results, by signature of the op
         # Real storages into which an unknown value was written; a key may be reused.
         self._overwritten: dict[int, weakref.ref[torch.UntypedStorage]] = {}
-
-    @classmethod
-    def is_infra_mode(cls) -> bool:
-        """True: Dynamo compiles code only under such modes."""
-        return True
 
     def answer_with(self, answers: Iterable[Answer]) -> None:
         """Answer later requests for values, and ops whose result size depends on values, from

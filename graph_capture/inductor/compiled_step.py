@@ -32,8 +32,8 @@ from planner._graph_capture.plain_step.loss import LossFn, objective
 from planner._graph_capture.rank import Wrapper
 from planner._graph_capture.torch_compat import (
     FakeTensor,
+    InfraMode,
     OpOverload,
-    TorchDispatchMode,
     compile_settings,
 )
 from planner._graph_capture.training_graph import BufferKind, CodeMemory
@@ -204,7 +204,7 @@ def _count(stretch: LeftOut, trace: MemoryTrace, backward_begins: int,
         row[begin:end] = [level + size for level in row[begin:end]]
 
 
-class _OpLog(TorchDispatchMode):
+class _OpLog(InfraMode):
     """Records the ops that run, except views and allocations."""
 
     def __init__(self) -> None:
@@ -217,11 +217,6 @@ class _OpLog(TorchDispatchMode):
         if isinstance(func, OpOverload) and not func.is_view and "empty" not in func.name():
             self.runs.append((func, args, kwargs or {}, out))
         return out
-
-    @classmethod
-    def is_infra_mode(cls) -> bool:
-        """As for `CodeTracker`."""
-        return True
 
 
 def check_compiler(device: torch.device) -> None:

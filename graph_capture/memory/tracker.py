@@ -36,8 +36,8 @@ from planner._graph_capture.memory.sparse import strided_tensors
 from planner._graph_capture.memory.trace import Block, Category, MemoryTrace, OpRun
 from planner._graph_capture.torch_compat import (
     GradientSums,
+    InfraMode,
     OpOverload,
-    TorchDispatchMode,
     active_modes,
     bytes_made_before,
     next_node_number,
@@ -53,7 +53,7 @@ Workspace = Callable[[OpOverload, tuple[Any, ...], Mapping[str, Any], Any], int]
 """Bytes of temporary memory of an op, e.g. `OpProbe.workspace_bytes`."""
 
 
-class MemoryTracker(TorchDispatchMode):
+class MemoryTracker(InfraMode):
     """Log of the storages made and released on one device; must be entered above the fake mode."""
 
     def __init__(self, workspace: Workspace, *, device: torch.device, trace_device: torch.device,
@@ -161,11 +161,6 @@ class MemoryTracker(TorchDispatchMode):
                   for number, (size, (op, module))
                   in enumerate(zip(self._sizes, self._makers, strict=True))),
             tuple(self._events), tuple(self._runs))
-
-    @classmethod
-    def is_infra_mode(cls) -> bool:
-        """True: Dynamo runs its compiled code only under such modes."""
-        return True
 
     def __torch_dispatch__(self, func: Any, types: Collection[type], args: tuple[Any, ...] = (),
                            kwargs: Mapping[str, Any] | None = None) -> Any:

@@ -68,6 +68,14 @@ def no_active_modes() -> AbstractContextManager[object]:
     return _disable_current_modes()
 
 
+class InfraMode(TorchDispatchMode):
+    """A dispatch mode under which Dynamo compiles code, and runs what it has compiled."""
+
+    @classmethod
+    def is_infra_mode(cls) -> bool:
+        return True
+
+
 def active_modes() -> list[TorchDispatchMode]:
     """The active dispatch modes, the outermost first, to enter again inside of
     `no_active_modes`."""
