@@ -89,7 +89,6 @@ class GapTracker(MemoryTracker):
         self._peaks: list[int] = []  # by gap
         self.calls = 0
         """Number of region forwards that have begun."""
-        self._kinds: dict[int, BufferKind] = {}  # by number of a storage
         self._before_forward: dict[int, int] = {}
         self._last_of_loss = 0
         self._before_backward: dict[int, int] = {}
@@ -142,11 +141,7 @@ class GapTracker(MemoryTracker):
     def make_buffer(self, size_bytes: int, kind: BufferKind) -> torch.Tensor:
         """Allocate a buffer of a wrapper; a new gap begins with it."""
         self._next_gap()
-        buffer = torch.empty(size_bytes, dtype=torch.uint8, device=self._trace_device)
-        number = self.number_of(buffer)
-        assert number is not None
-        self._kinds[number] = kind
-        return buffer
+        return super().make_buffer(size_bytes, kind)
 
     def start_of_backward(self) -> int:
         """End the gap of the loss."""
@@ -165,7 +160,7 @@ class GapTracker(MemoryTracker):
         index_of = {number: index for index, number in enumerate(lasting)}
         storages = tuple(UncapturedBuffer(self._sizes[number], self._made[number],
                                           self._gone.get(number), labels.get(number, ""),
-                                          self._kinds.get(number))
+                                          self.kind_of.get(number))
                          for number in lasting)
         workspace = []
         for gap, peak in enumerate(self._peaks):

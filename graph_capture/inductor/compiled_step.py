@@ -153,8 +153,8 @@ class CompiledTracer:
                 tensor.grad = None
 
         def category_of(number: int) -> Category:
-            if number in tracker.of_wrapper:
-                return tracker.of_wrapper[number]
+            if number in tracker.kind_of:
+                return Category(tracker.kind_of[number].value)
             return (Category.GRADIENTS if number in gradients
                     else Category.TEMPORARIES if number >= first_of_backward or number in seeds
                     else Category.ACTIVATIONS)

@@ -79,8 +79,8 @@ class MemoryTracker(InfraMode):
         self._running = ("", "")
         self._sums, self._in_backward = GradientSums(), False
         self._closed = False
-        self.of_wrapper: dict[int, Category] = {}
-        """Buffers that `make_buffer` allocated, by number."""
+        self.kind_of: dict[int, BufferKind] = {}
+        """Kinds of the buffers that `make_buffer` allocated, by number."""
         self.live_bytes = 0
         """Bytes of the storages alive now."""
         self.peak_bytes = 0
@@ -130,11 +130,11 @@ class MemoryTracker(InfraMode):
         return True
 
     def make_buffer(self, size_bytes: int, kind: BufferKind) -> torch.Tensor:
-        """Allocate a buffer of data parallelism, and note its category."""
+        """Allocate a buffer of data parallelism, and note its kind."""
         buffer = torch.empty(size_bytes, dtype=torch.uint8, device=self._trace_device)
         number = self.number_of(buffer)
         assert number is not None
-        self.of_wrapper[number] = Category(kind.value)
+        self.kind_of[number] = kind
         return buffer
 
     def number_of(self, tensor: torch.Tensor) -> int | None:

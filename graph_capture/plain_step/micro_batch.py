@@ -148,19 +148,17 @@ def _trace(fake_copy: FakeCopy, loss_fn: LossFn | None, workspace: Workspace,
             if tensor.is_leaf:
                 tensor.grad = None
 
-    of_wrapper = tracker.of_wrapper
-
     def category_of(number: int) -> Category:
         if number in gradients or number in freed:
             return Category.GRADIENTS
-        if number in of_wrapper:
-            return of_wrapper[number]
+        if number in tracker.kind_of:
+            return Category(tracker.kind_of[number].value)
         return (Category.TEMPORARIES if number >= first_of_backward or number in seeds
                 else Category.ACTIVATIONS)
 
     kept = {number: name for number, name in gradients.items() if name}
-    labels = freed | gradients | {number: COMMUNICATION for number, category in of_wrapper.items()
-                                  if category is Category.TEMPORARIES}
+    labels = freed | gradients | {number: COMMUNICATION for number, kind in tracker.kind_of.items()
+                                  if kind is BufferKind.TEMPORARY}
     loss_blocks = without_output - without_loss
     return MicroBatch(
         trace=tracker.trace(category_of, labels).until(end), loss_begins=loss_begins,
