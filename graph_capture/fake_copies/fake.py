@@ -493,11 +493,7 @@ def _copied_by_attributes() -> Iterator[None]:
 
 
 def _subclasses(kind: type[nn.Module]) -> set[type[nn.Module]]:
-    found, pending = {kind}, [kind]
-    while pending:
-        pending = [each for base in pending for each in base.__subclasses__() if each not in found]
-        found.update(pending)
-    return found
+    return {kind}.union(*map(_subclasses, kind.__subclasses__()))
 
 
 def _attributes_of(module: nn.Module) -> tuple[Any, ...]:
