@@ -56,7 +56,7 @@ from planner._graph_capture.plain_step.micro_batch import (
 from planner._graph_capture.plain_step.observed_loss import without_watches
 from planner._graph_capture.progress import Progress
 from planner._graph_capture.rank import RankLayout, Wrapper
-from planner._graph_capture.step.assemble import Keeper, LossMemory, assemble
+from planner._graph_capture.step.assemble import Keeper, assemble
 from planner._graph_capture.step.regions import RegionUse, count_runs, region_uses
 from planner._graph_capture.step.released_output import with_output_released
 from planner._graph_capture.step.symbolic_region import (
@@ -396,9 +396,7 @@ def capture_step(
         graph = assemble(
             uses, cost_of=fused or costs, pinned_by_user=keeper,
             resident=fake_copy.resident if layout is None else layout.resident,
-            loss=(LossMemory(cotangents_held=True)
-                  if loss_fn is None or isinstance(loss_fn, OpenLoss)
-                  else LossMemory.of(baseline.loss)),
+            loss=None if loss_fn is None or isinstance(loss_fn, OpenLoss) else baseline.loss,
             device=fake_copy.device, uncaptured=recording.uncaptured, early=tracing.early,
             freed=recording.freed_gradients)
         if not holds_output:

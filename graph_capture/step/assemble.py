@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import fx
@@ -41,32 +41,6 @@ from planner._graph_capture.training_graph import (
 
 SCALAR_BYTES = 4
 """Size of a loss, and of the cotangent with which its backward starts."""
-
-
-@dataclass(frozen=True, slots=True)
-class LossMemory:
-    """Memory of a loss computed outside the model."""
-
-    retained_bytes: int = 0
-    """Saved from its forward to its backward."""
-    forward_workspace_bytes: int = 0
-    """Additional memory while its forward runs."""
-    backward_workspace_bytes: int = 0
-    """Additional memory while its backward runs, without the cotangents that it makes."""
-    cotangents_held: bool = False
-    """True if autograd's caller keeps the cotangents to the end: they start the backward."""
-    cotangent_bytes: tuple[int, ...] = ()
-    """Size of the cotangent of each tensor of the output.  That of a sum is one expanded number,
-    from which torch makes a whole tensor for the region's backward."""
-
-    @classmethod
-    def of(cls, footprint: LossFootprint) -> LossMemory:
-        """The memory of a loss with this footprint."""
-        cotangents = sum(gradient.size_bytes for gradient in footprint.outputs)
-        retained = footprint.retained_bytes
-        return cls(retained, footprint.forward_peak_bytes - retained,
-                   max(0, footprint.backward_peak_bytes - retained - cotangents),
-                   cotangent_bytes=tuple(each.size_bytes for each in footprint.outputs))
 
 
 class Keeper:
@@ -103,26 +77,29 @@ def _is_inside(module: str, pattern: str) -> bool:
 
 
 def assemble(
-    uses: Sequence[RegionUse], *, loss: LossMemory, cost_of: Callable[[fx.Node], OpCost],
+    uses: Sequence[RegionUse], *, loss: LossFootprint | None, cost_of: Callable[[fx.Node], OpCost],
     pinned_by_user: Callable[[str, str], bool], resident: ResidentMemory, device: torch.device,
     uncaptured: UncapturedCode | None = None, early: EarlyGradients | None = None,
     freed: Sequence[int] = (),
 ) -> TrainingGraph:
     """The graph of the whole step: forwards in order, the loss, backwards in reverse.
 
-    `pinned_by_user(module, target)` tells which ops the user wants kept.  Where code runs between
-    the regions, `uncaptured` accounts for the loss too, and `loss` is not used.  `early`: gradients
-    that the loop frees as they come; `freed`: primals of these, in that order, of a single region.
+    `loss`: of a loss computed outside the model; `None`: the caller starts the backward with the
+    cotangents, and holds them.  `pinned_by_user(module, target)` tells which ops the user wants
+    kept.  Where code runs between the regions, `uncaptured` accounts for the loss too, and `loss`
+    is not used.  `early`: gradients that the loop frees as they come; `freed`: primals of these, in
+    that order, of a single region.
     """
-    return _Assembly(uses, LossMemory() if uncaptured else loss, uncaptured, cost_of,
+    return _Assembly(uses, None if uncaptured else loss, uncaptured, cost_of,
                      pinned_by_user, device, early or {}, freed).run(resident)
 
 
 class _Assembly:
     def __init__(
-        self, uses: Sequence[RegionUse], loss: LossMemory, uncaptured: UncapturedCode | None,
-        cost_of: Callable[[fx.Node], OpCost], pinned_by_user: Callable[[str, str], bool],
-        device: torch.device, early: EarlyGradients, freed: Sequence[int],
+        self, uses: Sequence[RegionUse], loss: LossFootprint | None,
+        uncaptured: UncapturedCode | None, cost_of: Callable[[fx.Node], OpCost],
+        pinned_by_user: Callable[[str, str], bool], device: torch.device, early: EarlyGradients,
+        freed: Sequence[int],
     ) -> None:
         self.uses, self.loss, self.cost_of = uses, loss, cost_of
         self.early, self.freed = early, freed
@@ -186,13 +163,13 @@ class _Assembly:
         loss = self.loss
         reads: tuple[int, ...] = ()
         made = []
-        if loss.retained_bytes or loss.forward_workspace_bytes:
+        if loss is not None and loss.forward_peak_bytes:
             # The caller keeps the loss, and autograd's caller the 1 with which the backward starts.
             value = min(SCALAR_BYTES, loss.retained_bytes)
             kept = self._buffer(loss.retained_bytes - value, BufferKind.ACTIVATION)
             scalar = self._buffer(value, BufferKind.ACTIVATION, kept_to_end=True)
             self._pseudo_op("loss/forward#0", Phase.LOSS, -1, (), (kept, scalar),
-                            loss.forward_workspace_bytes)
+                            loss.forward_peak_bytes - loss.retained_bytes)
             reads = (kept,)
             made.append(self._buffer(value, BufferKind.TEMPORARY, kept_to_end=True))
         for number, use in enumerate(self.uses):
@@ -202,10 +179,13 @@ class _Assembly:
                     continue
                 size = use.lowered.storages[storage].size_bytes
                 self.index[number, storage] = self._buffer(
-                    size, BufferKind.TEMPORARY, kept_to_end=loss.cotangents_held)
+                    size, BufferKind.TEMPORARY,
+                    kept_to_end=loss is None and self.uncaptured is None)
                 made.append(self.index[number, storage])
-        self._pseudo_op(LOSS_BACKWARD, Phase.LOSS, -1, reads, tuple(made),
-                        max(0, loss.backward_workspace_bytes - (SCALAR_BYTES if reads else 0)))
+        workspace_bytes = 0 if loss is None else max(
+            0, loss.backward_peak_bytes - loss.retained_bytes - (SCALAR_BYTES if reads else 0)
+            - sum(gradient.size_bytes for gradient in loss.outputs))
+        self._pseudo_op(LOSS_BACKWARD, Phase.LOSS, -1, reads, tuple(made), workspace_bytes)
 
     def _gaps(self, last: int, phase: Phase, next_backward: int | None = None) -> None:
         """Add the gaps up to `last`; before the backward of region `next_backward` uncaptured code
@@ -306,12 +286,13 @@ class _Assembly:
                             tuple(gradients), (), self.early[name])
 
     def _is_copied(self, number: int, position: int, storage: int) -> bool:
-        """True if the region's backward gets its own copy of an expanded cotangent."""
+        """True if the region's backward gets its own copy of an expanded cotangent: that of a sum
+        is one number, from which torch makes a whole tensor."""
         output = self._output_of_cotangent(number, position)
         tensors, _ = self.uses[number].returned.get(-1 if output is None else output, ([], []))
         size = self.uses[number].lowered.storages[storage].size_bytes
-        return bool(tensors and self.loss.cotangent_bytes) and all(
-            self.loss.cotangent_bytes[tensor] < size for tensor in tensors)
+        return bool(tensors) and self.loss is not None and all(
+            self.loss.outputs[tensor].size_bytes < size for tensor in tensors)
 
     def _hold_to_last_op(self, buffers: set[int]) -> None:
         """Keep these buffers until the last op so far has run, and prevent their reuse."""
