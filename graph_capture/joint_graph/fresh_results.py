@@ -32,9 +32,9 @@ from planner._graph_capture.joint_graph.joint import (
 from planner._graph_capture.joint_graph.lower import last_forward_node
 from planner._graph_capture.joint_graph.replay import UNINITIALISED, is_random
 from planner._graph_capture.torch_compat import OpOverload, same_sizes, schema_of
+from planner._graph_capture.torch_compat.dispatch import define_op
 
 _aten = torch.ops.aten
-_LIBRARY = torch.library.Library("checkpoint_planner", "FRAGMENT")
 _LAYOUT = "SymInt[] size, SymInt[] stride, ScalarType dtype, Device device"
 _NUM_LAYOUT = 4
 
@@ -96,13 +96,8 @@ def _define(op: OpOverload, rule: _Overwriting) -> OpOverload:
     others = takes.removesuffix(")").split(", ")
     del others[rule.position]
     overload = f".{schema.overload_name}" if schema.overload_name else ""
-    _LIBRARY.define(f"{name}{overload}({', '.join((_LAYOUT, *others))}) -> {gives}",
-                    tags=tuple({torch.Tag.nondeterministic_seeded} & set(op.tags)))
-    _LIBRARY.impl(name + overload, rule.run, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"checkpoint_planner::{name}{overload}", rule.run, lib=_LIBRARY)
-    defined: OpOverload = getattr(getattr(torch.ops.checkpoint_planner, name),
-                                  schema.overload_name or "default")
-    return defined
+    return define_op(name + overload, f"({', '.join((_LAYOUT, *others))}) -> {gives}", rule.run,
+                     tags=tuple({torch.Tag.nondeterministic_seeded} & set(op.tags)))
 
 
 _FRESH: dict[OpOverload, OpOverload] = {op: _define(op, rule) for op, rule in _OVERWRITING.items()}

@@ -22,6 +22,7 @@ import torch
 from torch import fx
 
 from planner._graph_capture.torch_compat import OpOverload, same_sizes, schema_of
+from planner._graph_capture.torch_compat.dispatch import define_op
 from planner._graph_capture.torch_compat.symbols import is_dense
 
 _aten = torch.ops.aten
@@ -34,25 +35,19 @@ _ROW_WISE = frozenset({
 _ADDING = {_aten.addmm.default: _aten.addmm_.default, _aten.baddbmm.default: _aten.baddbmm_.default}
 """Matrix products with a summand as the first operand."""
 
-_LIBRARY = torch.library.Library("checkpoint_planner", "FRAGMENT")
-
 
 def _scattering(op: OpOverload, view: OpOverload) -> OpOverload:
     """The op that copies its second operand into `view` of its first, which `op` leaves as it is.
     """
     schema = schema_of(op)
-    name = f"{schema.name.partition('::')[2]}_"
     takes = str(schema).partition("(Tensor ")[2].rpartition(" -> ")[0]
-    _LIBRARY.define(f"{name}(Tensor(a!) {takes} -> Tensor(a!)")
 
     def run(whole: torch.Tensor, part: torch.Tensor, *where: Any, **named: Any) -> torch.Tensor:
         view(whole, *where, **named).copy_(part)
         return whole
 
-    _LIBRARY.impl(name, run, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"checkpoint_planner::{name}", run, lib=_LIBRARY)
-    defined: OpOverload = getattr(torch.ops.checkpoint_planner, name).default
-    return defined
+    return define_op(f"{schema.name.partition('::')[2]}_",
+                     f"(Tensor(a!) {takes} -> Tensor(a!)", run)
 
 
 _SCATTERING = {_aten.slice_scatter.default: _scattering(_aten.slice_scatter.default,

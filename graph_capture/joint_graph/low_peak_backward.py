@@ -22,7 +22,7 @@ from torch import fx
 from planner._graph_capture.joint_graph.inplace import same_layout
 from planner._graph_capture.joint_graph.joint import JointGraph, is_tuple_element, is_view
 from planner._graph_capture.joint_graph.walks import descendants, readers
-from planner._graph_capture.torch_compat import OpOverload
+from planner._graph_capture.torch_compat.dispatch import define_op
 
 _LARGEST_SHARE = 0.5
 """Parts that are read late are copied if they are at most this share of the whole."""
@@ -106,20 +106,10 @@ def _other_summand(node: fx.Node) -> fx.Node | None:
     return other if isinstance(other, fx.Node) and other is not node else None
 
 
-_REALIZED = "checkpoint_planner::realized_copy"
-
-
-def _realized_copy(part: torch.Tensor) -> torch.Tensor:
-    return part.clone()
-
-
 # With the tag the operand may be a view of any layout: Inductor does not copy it into another
 # first.
-torch.library.define(_REALIZED, "(Tensor part) -> Tensor", tags=(torch.Tag.flexible_layout,))
-torch.library.impl(_REALIZED, "CompositeExplicitAutograd", _realized_copy)
-torch.library.register_fake(_REALIZED, _realized_copy)
-
-REALIZED_COPY: OpOverload = torch.ops.checkpoint_planner.realized_copy.default
+REALIZED_COPY = define_op("realized_copy", "(Tensor part) -> Tensor", torch.clone,
+                          tags=(torch.Tag.flexible_layout,))
 """`realized_copy(part)`: a dense copy of `part` with strides in the same order.  Inductor would
 make `aten.clone` a part of its reader and keep the whole alive until that runs; it calls an op
 unknown to it as it is."""

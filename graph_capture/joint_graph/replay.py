@@ -29,6 +29,7 @@ import torch
 from torch import fx
 
 from planner._graph_capture.torch_compat import HigherOrderOperator, OpOverload, schema_of
+from planner._graph_capture.torch_compat.dispatch import define_op
 
 _aten = torch.ops.aten
 
@@ -132,20 +133,11 @@ CPU_GENERATOR_STATE_BYTES = 5056
 _ACCELERATOR_STATE_BYTES = 16
 """Size of an accelerator's state: seed and offset, in host memory."""
 
-_NAMESPACE = "checkpoint_planner"
-_LIBRARY = torch.library.Library(_NAMESPACE, "FRAGMENT")
 _STATE, _DEVICE = "generator_state", "generator_device"
 
 
-@dataclass(frozen=True, slots=True)
-class RandomRun:
-    """The random op behind a companion."""
-
-    op: OpOverload
-    is_replay: bool
-
-
-_RUNS: dict[OpOverload, RandomRun] = {}
+_RUNS: dict[OpOverload, tuple[OpOverload, bool]] = {}
+"""For each companion, the random op behind it, and whether it is a replay."""
 
 
 def draw(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], device: torch.device
@@ -171,12 +163,12 @@ def original_call(op: OpOverload, kwargs: Mapping[str, Any]
                   ) -> tuple[OpOverload, Mapping[str, Any], int]:
     """The random op behind a companion, its keyword arguments, and the bytes that the companion
     allocates in addition to its results; any other op unchanged."""
-    found = _RUNS.get(op)
-    if found is None:
+    if op not in _RUNS:
         return op, kwargs, 0
+    original, is_replay = _RUNS[op]
     # The current state of the generator is saved.
-    beyond = state_bytes(torch.device(kwargs[_DEVICE])) if found.is_replay else 0
-    return found.op, {k: v for k, v in kwargs.items() if k not in (_STATE, _DEVICE)}, beyond
+    beyond = state_bytes(torch.device(kwargs[_DEVICE])) if is_replay else 0
+    return original, {k: v for k, v in kwargs.items() if k not in (_STATE, _DEVICE)}, beyond
 
 
 def state_bytes(device: torch.device) -> int:
@@ -200,22 +192,15 @@ def _companions(op: OpOverload) -> tuple[OpOverload, OpOverload]:
     if not any(argument.kwarg_only for argument in schema.arguments):
         takes = f"{takes}, *" if takes else "*"
     results = gives.removeprefix("(").removesuffix(")")
-    strides = torch.Tag.needs_fixed_stride_order
-    return (
-        _define(f"draw_{name}", f"({takes}, str {_DEVICE}) -> ({results}, Tensor)", RandomRun(
-            op, is_replay=False), _draw, _draw_fake, (strides, torch.Tag.nondeterministic_seeded)),
-        _define(f"replay_{name}", f"({takes}, Tensor {_STATE}, str {_DEVICE}) -> {gives}",
-                RandomRun(op, is_replay=True), _replay, _replay_fake, (strides,)))
-
-
-def _define(name: str, schema: str, run: RandomRun, kernel: Callable[..., Any],
-            fake: Callable[..., Any], tags: tuple[torch.Tag, ...]) -> OpOverload:
-    _LIBRARY.define(name + schema, tags=(*tags, torch.Tag.cudagraph_unsafe))
-    _LIBRARY.impl(name, partial(kernel, run.op), "CompositeExplicitAutograd")
-    torch.library.register_fake(f"{_NAMESPACE}::{name}", partial(fake, run.op), lib=_LIBRARY)
-    defined: OpOverload = getattr(getattr(torch.ops, _NAMESPACE), name).default
-    _RUNS[defined] = run
-    return defined
+    tags = torch.Tag.needs_fixed_stride_order, torch.Tag.cudagraph_unsafe
+    drawing = define_op(
+        f"draw_{name}", f"({takes}, str {_DEVICE}) -> ({results}, Tensor)", partial(_draw, op),
+        partial(_draw_fake, op), (*tags, torch.Tag.nondeterministic_seeded))
+    replaying = define_op(
+        f"replay_{name}", f"({takes}, Tensor {_STATE}, str {_DEVICE}) -> {gives}",
+        partial(_replay, op), partial(_replay_fake, op), tags)
+    _RUNS.update({drawing: (op, False), replaying: (op, True)})
+    return drawing, replaying
 
 
 def _draw(op: OpOverload, *args: Any, generator_device: str, **kwargs: Any) -> tuple[Any, ...]:

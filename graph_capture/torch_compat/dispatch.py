@@ -1,4 +1,4 @@
-"""Other kernels for ops of torch while a block of code runs in this thread.
+"""Other kernels for ops of torch while a block of code runs in this thread, and ops of our own.
 
 The model of the world: torch's dispatcher finds the kernel of an op by the active dispatch key.  A
 function registered there replaces torch's kernel for every caller of the op: Python, torch's own
@@ -228,3 +228,20 @@ def attention_switches() -> AttentionSwitches:
                   if number in _BACKENDS)
     return AttentionSwitches(frozenset(name for name, is_on in enabled.items() if is_on()),
                              None if order == _DEFAULT_ORDER else order)
+
+
+_LIBRARY = torch.library.Library("checkpoint_planner", "FRAGMENT")
+
+
+def define_op(name: str, schema: str, kernel: Callable[..., Any],
+              fake: Callable[..., Any] | None = None, tags: tuple[torch.Tag, ...] = ()
+              ) -> OpOverload:
+    """Define an op `checkpoint_planner::name` of this package with a kernel for every device.
+    `name`: with the overload, if any; `fake`: the kernel for fake tensors, if it is another."""
+    _LIBRARY.define(name + schema, tags=tags)
+    _LIBRARY.impl(name, kernel, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"checkpoint_planner::{name}", fake or kernel, lib=_LIBRARY)
+    packet, _, overload = name.partition(".")
+    defined: OpOverload = getattr(getattr(torch.ops.checkpoint_planner, packet),
+                                  overload or "default")
+    return defined
