@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -18,11 +17,7 @@ import torch
 from torch import fx, nn
 
 from planner._graph_capture.dynamo.traced_code import TracedCode, as_written
-from planner._graph_capture.module_forward import (
-    in_place_of_forward,
-    in_place_of_forwards,
-    own_forward,
-)
+from planner._graph_capture.module_forward import in_place_of_forwards, own_forward
 from planner._graph_capture.torch_compat import called_unseen, weakly
 
 if TYPE_CHECKING:
@@ -64,10 +59,9 @@ class CapturedGraphs:
         self._fixed = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
         self.repeated = RepeatedGraphs(self._capture, lambda: self.running)
         """The backend that Dynamo calls."""
-        self._code = TracedCode()
+        self._code = TracedCode()  # torch refers to it weakly
         self._code.backend = self.repeated
-        self._blocks = BlockCalls(model, blocks, self._code) if blocks else None
-        self._whole = self._code.forward_of(model) if captures_rest or not blocks else None
+        self._compiled = CompiledCalls(model, blocks, self._code, captures_rest=captures_rest)
         self.call = model
         """The model; inside `installed` it or its blocks are compiled."""
         self._is_installed = False
@@ -75,18 +69,12 @@ class CapturedGraphs:
     @property
     def running(self) -> str:
         """Name of the block that is running."""
-        return self._blocks.running if self._blocks else ""
+        return self._compiled.running
 
     @contextlib.contextmanager
     def installed(self) -> Iterator[None]:
         """Inside, `call` runs the graphs."""
-        with contextlib.ExitStack() as stack:
-            if self._whole is not None:
-                stack.enter_context(in_place_of_forward(self.call, self._whole))
-            if self._blocks is not None:
-                stack.enter_context(self._blocks.installed())
-                if self._whole is not None:
-                    stack.enter_context(self._blocks.unseen())
+        with self._compiled.installed():
             self._is_installed = True
             try:
                 yield
@@ -198,22 +186,26 @@ def _layouts(inputs: Sequence[Any]) -> list[object]:
             for number, value in enumerate(inputs)]
 
 
-class BlockCalls:
-    """Compiled calls of some submodules of a model, which otherwise runs as it is written."""
+class CompiledCalls:
+    """Compiled calls of a model, or of some submodules of one that otherwise runs as it is
+    written."""
 
-    def __init__(self, model: nn.Module, names: Sequence[str], code: TracedCode) -> None:
+    def __init__(self, model: nn.Module, names: Sequence[str], code: TracedCode, *,
+                 captures_rest: bool) -> None:
+        """`names`: of the submodules, none for the whole model; `captures_rest`: what stands around
+        them is compiled, too."""
         self.running = ""
         """Name of the block that is running; empty outside of blocks."""
-        self._calls = [(block, self._call_of(name, block, code.function_of(block)))
-                       for name in names for block in [model.get_submodule(name)]]
+        self._blocks = [(block, self._call_of(name, block, code.function_of(block)))
+                        for name in names for block in [model.get_submodule(name)]]
+        self._whole = [(model, code.forward_of(model))] if captures_rest or not names else []
 
-    def installed(self) -> AbstractContextManager[None]:
-        """Inside, these submodules run compiled."""
-        return in_place_of_forwards(self._calls)
-
-    def unseen(self) -> AbstractContextManager[None]:
-        """Inside, code around these submodules can be compiled as well."""
-        return called_unseen(block for block, _ in self._calls)
+    @contextlib.contextmanager
+    def installed(self) -> Iterator[None]:
+        """Inside, they run compiled."""
+        unseen = [block for block, _ in self._blocks if self._whole]
+        with in_place_of_forwards((*self._whole, *self._blocks)), called_unseen(unseen):
+            yield
 
     def _call_of(self, name: str, block: nn.Module, compiled: Callable[..., Any]
                  ) -> Callable[..., Any]:

@@ -9,19 +9,19 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import fx
 
 from planner._graph_capture.device_kernels.layouts import on_device
 from planner._graph_capture.dynamo.captured_graphs import (
-    BlockCalls,
     CapturedGraphs,
+    CompiledCalls,
     DynamoBackend,
     RepeatedGraphs,
 )
@@ -40,7 +40,7 @@ from planner._graph_capture.joint_graph.joint import primals_of
 from planner._graph_capture.joint_graph.naming import name_modules, names_in_model
 from planner._graph_capture.joint_graph.pipeline import LoweredGraphs
 from planner._graph_capture.memory.tracker import Workspace
-from planner._graph_capture.module_forward import hooks_within, in_place_of_forward
+from planner._graph_capture.module_forward import hooks_within
 from planner._graph_capture.plain_step.loss import LossFn, objective
 from planner._graph_capture.rank import Wrapper
 from planner._graph_capture.torch_compat import (
@@ -232,19 +232,9 @@ def _compiled(fake_copy: FakeCopy, blocks: Sequence[str], recorder: _Recorder, k
     repeated = RepeatedGraphs(recorder, lambda: recorder.running_block())
     code = recorder.code = code or TracedCode()
     recorder.graphs = code.graphs
-    if not blocks:
-        return fake_copy.callee, in_place_of_forward(model, code.forward_of(model)), repeated
-    calls = BlockCalls(model, blocks, code)
+    calls = CompiledCalls(model, blocks, code, captures_rest=captures_rest)
     recorder.running_block = lambda: calls.running
-    if not captures_rest:
-        return model, calls.installed(), repeated
-    return model, _with_rest(model, calls, code.forward_of(model)), repeated
-
-
-@contextmanager
-def _with_rest(model: nn.Module, calls: BlockCalls, rest: Callable[..., Any]) -> Iterator[None]:
-    with in_place_of_forward(model, rest), calls.installed(), calls.unseen():
-        yield
+    return model if blocks else fake_copy.callee, calls.installed(), repeated
 
 
 def _drop_gradients(fake_copy: FakeCopy) -> None:
