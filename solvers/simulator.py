@@ -139,18 +139,16 @@ def unroll(problem: Problem, schedule: Sequence[Action | int]) -> Timeline:
     leaving: dict[int, int] = {}  # storage to the instance that is being copied to the host
     first_run = [-1] * len(ops)
     last_run = [-1] * len(ops)
-    reads: list[tuple[int, ...]] = []  # instances read at each position
+    reads: list[list[int]] = [[] for _ in runs]  # instances read at each position
 
     for position, index in enumerate(runs):
         match index:
             case int():
                 op = ops[index]
-                read = []
                 for storage in op.inputs:
                     instance = current[storage]  # first runs come in order: it exists
                     deaths[instance] = position
-                    read.append(instance)
-                reads.append(tuple(read))
+                    reads[position].append(instance)
                 if first_run[index] < 0:
                     first_run[index] = position
                 last_run[index] = position
@@ -163,16 +161,13 @@ def unroll(problem: Problem, schedule: Sequence[Action | int]) -> Timeline:
             case Store(storage):
                 leaving[storage] = current[storage]
                 deaths[current[storage]] = position
-                reads.append(())
             case Release(storage):
                 deaths[leaving[storage]] = max(deaths[leaving[storage]], position)
-                reads.append(())
             case Fetch(storage):
                 births.append(position)
                 deaths.append(position)
                 owner.append(storage)
                 current[storage] = len(births) - 1
-                reads.append(())
             case _:
                 assert_never(index)
 
@@ -220,6 +215,7 @@ def _segments_of_runs(problem: Problem, runs: Schedule) -> tuple[int, ...]:
     every op runs, and each recomputation and transfer is allowed at its place."""
     ops = problem.ops
     expected = 0
+    is_first = [False] * len(runs)
     for position, index in enumerate(runs):
         if not isinstance(index, int):
             continue
@@ -227,6 +223,7 @@ def _segments_of_runs(problem: Problem, runs: Schedule) -> tuple[int, ...]:
             raise IllegalSchedule(f"run {position} names op {index}; "
                                   f"the problem has ops 0 to {len(ops) - 1}")
         if index == expected:
+            is_first[position] = True
             expected += 1
         elif index > expected:
             raise IllegalSchedule(f"run {position} is op {index} ({ops[index].name}) before op "
@@ -236,16 +233,6 @@ def _segments_of_runs(problem: Problem, runs: Schedule) -> tuple[int, ...]:
         raise IllegalSchedule(f"op {expected} ({ops[expected].name}) never runs")
 
     where = [0] * len(runs)
-    first_seen = [False] * len(ops)
-    is_first = []
-    transfers: list[tuple[int, Transfer]] = []  # with their positions
-    for position, index in enumerate(runs):
-        if not isinstance(index, int):
-            transfers.append((position, index))
-            is_first.append(False)
-            continue
-        is_first.append(not first_seen[index])
-        first_seen[index] = True
     following = len(ops)
     for position in range(len(runs) - 1, -1, -1):
         index = runs[position]
@@ -267,7 +254,8 @@ def _segments_of_runs(problem: Problem, runs: Schedule) -> tuple[int, ...]:
             raise IllegalSchedule(f"run {position} recomputes op {index} ({ops[index].name}) "
                                   "in a segment that must not recompute it")
         where[position] = problem.segment_before(following)
-    check_order([(where[position], action) for position, action in transfers])
+    check_order((segment, action) for segment, action in zip(where, runs, strict=True)
+                if not isinstance(action, int))
     return tuple(where)
 
 
