@@ -131,15 +131,7 @@ def _pointwise(node: fx.Node, known: Known) -> Action | None:
         if rows.count(shape) != aligned.count(result) or found not in (None, aligned):
             return None
         found = aligned
-    if found is None:
-        return None
-    operands: dict[fx.Node, Layout] = {}
-    for operand in node.all_input_nodes:
-        layout = _broadcast(operand, found, result)
-        if layout is None or (layout is Kind.WHOLE and known(operand) is not None):
-            return None
-        operands[operand] = layout
-    return Action(operands, (found,))
+    return None if found is None else _broadcasting(node, found, known)
 
 
 def pointwise_within(node: fx.Node, rows: Rows) -> Action | None:
@@ -148,10 +140,15 @@ def pointwise_within(node: fx.Node, rows: Rows) -> Action | None:
     if (not isinstance(node.target, OpOverload) or torch.Tag.pointwise not in node.target.tags
             or is_random(node)):
         return None
+    return _broadcasting(node, rows, lambda operand: None)
+
+
+def _broadcasting(node: fx.Node, rows: Rows, known: Known) -> Action | None:
+    """The action of a pointwise op on these rows of its result."""
     operands: dict[fx.Node, Layout] = {}
     for operand in node.all_input_nodes:
         layout = _broadcast(operand, rows, _shape(node))
-        if layout is None:
+        if layout is None or (layout is Kind.WHOLE and known(operand) is not None):
             return None
         operands[operand] = layout
     return Action(operands, (rows,)) if operands else None
