@@ -207,9 +207,13 @@ class KernelMemory:
             later |= found[-1]
         return found[::-1]
 
-    def levels(self, changes: Iterable[Change]) -> list[int]:
-        """Bytes alive while each node runs, with these changes one after the other."""
-        return list(_levels(self.given_bytes, changes))
+    def levels(self, nodes: Sequence[Any]) -> list[int]:
+        """Bytes alive while each of the scheduler's nodes runs, in this order."""
+        alive, found = self.given_bytes, []
+        for made, freed in self.changes(nodes):
+            found.append(alive + made)
+            alive += made - freed
+        return found
 
     def _used_by(self, node: Any) -> frozenset[str]:
         renamed = self._scheduler.mutation_real_name
@@ -234,12 +238,6 @@ class KernelMemory:
 def is_call(node: Any) -> bool:
     """True if a node of the scheduler is a call of a library, not a kernel of generated code."""
     return bool(node.is_extern() or node.is_template())
-
-
-def _levels(alive: int, changes: Iterable[Change]) -> Iterator[int]:
-    for made, freed in changes:
-        yield alive + made
-        alive += made - freed
 
 
 def _sizes(known: Mapping[str, int], names: Iterable[str]) -> Counter[int]:
@@ -343,7 +341,7 @@ class _Split:
     @cached_property
     def levels(self) -> list[int]:
         """Bytes alive while each node runs, in the order of the graph."""
-        return self.memory.levels(self.memory.changes(self.nodes))
+        return self.memory.levels(self.nodes)
 
     @cached_property
     def peak_bytes(self) -> int:
@@ -373,7 +371,7 @@ class _Split:
             nodes = reorder_for_peak_memory(
                 nodes, scheduler.name_to_buf, scheduler.name_to_fused_node | self._of_members(),
                 OrderedSet(V.graph.graph_inputs), OrderedSet(V.graph.get_output_names()))
-        return max(self.memory.levels(self.memory.changes(nodes)))
+        return max(self.memory.levels(nodes))
 
     def _of_members(self) -> dict[str, Any]:
         """The node that each op is a member of."""
