@@ -110,30 +110,23 @@ class OpProbe:
             return 0
         if _known_to_be_free(target, args, inputs, self.device):
             return 0
-        key = f"workspace:{signature(target, args, kwargs)}"
-        known = self._cache.get(key)
-        if known is not None:
-            return int(known)
-        measured = self._measure(target, args, kwargs, inputs, outputs, "workspace")
+        measured = self._kept(
+            f"workspace:{signature(target, args, kwargs)}",
+            lambda: self._measure(target, args, kwargs, inputs, outputs, "workspace"))
         if measured is None:
             self.assumed.add(str(target))
             return self._margin(target, inputs, outputs, args)
-        self._cache.put(key, measured)
         return int(measured)
 
     def seconds(self, target: OpOverload, args: tuple[Any, ...],
                 kwargs: Mapping[str, Any], out: Any) -> float | None:
         """Median duration of one run; `None` if the op cannot be run here."""
-        key = f"seconds:{signature(target, args, kwargs)}"
-        known = self._cache.get(key)
-        if known is not None:
-            return known
-        measured = self._measure(target, args, kwargs, strided_tensors((args, kwargs)),
-                                 strided_tensors(out), "seconds")
+        measured = self._kept(
+            f"seconds:{signature(target, args, kwargs)}",
+            lambda: self._measure(target, args, kwargs, strided_tensors((args, kwargs)),
+                                  strided_tensors(out), "seconds"))
         if measured is None:
             self.untimed.add(str(target))
-            return None
-        self._cache.put(key, measured)
         return measured
 
     def known_seconds(self, text: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
@@ -146,15 +139,17 @@ class OpProbe:
                             args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> float | None:
         """Median duration of one run of `function()`, which may write to its arguments; `None` if
         it cannot be run here.  `text`: its key in the cache.  Tensors may be fake."""
-        known = self.known_seconds(text, args, kwargs)
-        if known is not None or not self._enabled:
-            return known
         tensors = strided_tensors((args, kwargs))
-        measured = None if not self._fits_here(tensors) else self._run_alone(
-            function, args, kwargs, tensors, "seconds")
-        if measured is not None:
-            self._cache.put(_kernel_key(text, args, kwargs), measured)
-        return measured
+        return self._kept(_kernel_key(text, args, kwargs), lambda: (
+            self._run_alone(function, args, kwargs, tensors, "seconds")
+            if self._enabled and self._fits_here(tensors) else None))
+
+    def _kept(self, key: str, measure: Callable[[], float | None]) -> float | None:
+        """The fact in the cache, else what is measured and then kept there."""
+        found = self._cache.get(key)
+        if found is None and (found := measure()) is not None:
+            self._cache.put(key, found)
+        return found
 
     def _measure(self, target: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any],
                  inputs: list[torch.Tensor], outputs: list[torch.Tensor],
