@@ -50,7 +50,7 @@ def takes_first_made(torch_version: str) -> bool:
 
 def rounded_bytes(size_bytes: int) -> int:
     """Bytes that a request counts for; 0 for an empty one."""
-    return _up(size_bytes, GRANULE_BYTES)
+    return rounded_up(size_bytes, GRANULE_BYTES)
 
 
 class CachingAllocator:
@@ -72,7 +72,7 @@ class CachingAllocator:
     def allocate(self, size_bytes: int) -> Handle:
         """Allocate a block of at least `size_bytes`, which must be above 0; returns the handle for
         `release`."""
-        size = _up(size_bytes, GRANULE_BYTES)
+        size = rounded_up(size_bytes, GRANULE_BYTES)
         block = (self._small if size <= SMALL_BYTES else self._large).take(size)
         self.allocated_bytes += block.size
         self.peak_allocated_bytes = max(self.peak_allocated_bytes, self.allocated_bytes)
@@ -147,7 +147,7 @@ class _Pool:
     def new(self, size: int) -> Handle:
         """A block of a new segment."""
         if size >= OWN_SEGMENT_BYTES:
-            length = _up(size, OWN_SEGMENT_GRANULE_BYTES)
+            length = rounded_up(size, OWN_SEGMENT_GRANULE_BYTES)
         else:
             length = self.segment_bytes
         return Handle(self, self.device.reserve(length), length)
@@ -207,7 +207,7 @@ class _ExpandablePool(_Pool):
             if before is not None:
                 before.next = last
             end.previous = last
-        grown = _up(size - last.size, self.segment_bytes)
+        grown = rounded_up(size - last.size, self.segment_bytes)
         self.device.reserve(grown)
         end.address += grown
         last.size += grown
@@ -226,5 +226,6 @@ def replay(sizes: Sequence[int], events: Iterable[int], allocator: CachingAlloca
             allocator.release(held.pop(~event))
 
 
-def _up(size_bytes: int, granule_bytes: int) -> int:
-    return -(-size_bytes // granule_bytes) * granule_bytes
+def rounded_up(size: int, multiple: int) -> int:
+    """The smallest such multiple that is no smaller than `size`."""
+    return -(-size // multiple) * multiple

@@ -26,6 +26,7 @@ from typing import Any
 import torch
 
 from planner._graph_capture.device_kernels.attention import INSTALLED
+from planner._graph_capture.memory.caching_allocator import rounded_up
 from planner._graph_capture.op_costs.devices import Gpu
 
 _ROWS_PER_THREAD = 10
@@ -80,8 +81,8 @@ def _flash_backward(args: Sequence[Any]) -> int:
     gradient, query, key = args[:3]
     batch, heads, queries, size = query.shape
     copies = sum(map(_copy_of_heads, (gradient, *args[4:5])))
-    rows = batch * heads * _up(queries, 128)
-    padded = _up(size, 32 if size <= 128 else 64) if size <= 192 else 256
+    rows = batch * heads * rounded_up(queries, 128)
+    padded = rounded_up(size, 32 if size <= 128 else 64) if size <= 192 else 256
     grouped = 0 if key.shape[1] == heads else (
         2 * batch * heads * key.shape[2] * size * key.dtype.itemsize)
     return rows * 4 * (padded + 1) + grouped + copies
@@ -103,10 +104,10 @@ def _efficient_backward(args: Sequence[Any]) -> int:
     sums, copy = _rows(query) * 4, _copy_of_heads(gradient)
     if query.dtype.itemsize != 2:
         return 2 * sums + _rows(query) * value.shape[-1] * 4 + copy
-    found = copy + sums + batch * heads * _up(queries, 128) * _up(size, 64) * 4
+    found = copy + sums + batch * heads * rounded_up(queries, 128) * rounded_up(size, 64) * 4
     if max(size, value.shape[-1]) > 128:
-        found += batch * heads * _up(key.shape[2], 128) * (
-            _up(size, 64) + _up(value.shape[-1], 64)) * 4
+        found += batch * heads * rounded_up(key.shape[2], 128) * (
+            rounded_up(size, 64) + rounded_up(value.shape[-1], 64)) * 4
     return found
 
 
@@ -118,7 +119,7 @@ def _embedding_backward(args: Sequence[Any]) -> int:
         return 0
     accumulated = max(4, gradient.dtype.itemsize)
     partial = count // _ROWS_PER_THREAD + min(count, rows)
-    return partial * _up(gradient.shape[-1], 32) * accumulated + 6 * count * 8
+    return partial * rounded_up(gradient.shape[-1], 32) * accumulated + 6 * count * 8
 
 
 def _copy_of_heads(tensor: torch.Tensor) -> int:
@@ -171,10 +172,6 @@ def _power_of_two(size: int) -> int:
 def _rows(query: torch.Tensor) -> int:
     batch, heads, queries = query.shape[:3]
     return int(batch * heads * queries)
-
-
-def _up(size: int, multiple: int) -> int:
-    return -(-size // multiple) * multiple
 
 
 _SUMS = frozenset({"sum"})
