@@ -84,7 +84,7 @@ class EditableTimeline:
     @property
     def peak_bytes(self) -> int:
         """The largest memory over all positions."""
-        return int(self._memory[:len(self.keys)].max())
+        return int(self.memory_bytes.max())
 
     @property
     def schedule(self) -> Order:

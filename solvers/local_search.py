@@ -63,12 +63,11 @@ def descend(problem: Problem, schedule: Order, floor_bytes: int, seed: int
     """
     best, peak = schedule, simulate(problem, schedule).peak_bytes
     walk = _Walk(problem, peak, schedule, seed, aims_at_peak=True)
-    mean_cost = problem.keep_all_cost / len(problem) or 1.0
     share, cooled = _FIRST_STEP, 0
     while walk.candidates and peak > floor_bytes:
         walk.aim_at(peak - max(1, int(share * (peak - floor_bytes))))
         while walk.best is None and cooled < _COOLING:
-            walk.batch(mean_cost * 0.6 * 0.02 ** (cooled / _COOLING))
+            walk.batch(walk.mean_cost * 0.6 * 0.02 ** (cooled / _COOLING))
             cooled += _BATCH
             if walk.best is None:
                 yield best, _BATCH
@@ -93,7 +92,6 @@ def _anneal(problem: Problem, budget: int, schedule: Order, moves: int, time_lim
     walk = _Walk(problem, budget, schedule, seed)
     if not walk.candidates:
         return walk.best
-    mean_cost = problem.keep_all_cost / len(problem) or 1.0
     deadline = time.monotonic() + time_limit
     current = 0
     for done in range(0, moves, _BATCH):
@@ -104,7 +102,7 @@ def _anneal(problem: Problem, budget: int, schedule: Order, moves: int, time_lim
             current = int(number)
             walk.start_from(walk.best)
         # Each round cools from a lower start than the one before.
-        walk.batch(mean_cost * 0.6 * 0.6 ** current * 0.02 ** within)
+        walk.batch(walk.mean_cost * 0.6 * 0.6 ** current * 0.02 ** within)
     return walk.best
 
 
