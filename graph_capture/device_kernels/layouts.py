@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from planner._graph_capture.joint_graph.joint import traced_call
 from planner._graph_capture.torch_compat import (
     FakeTensor,
     copied_module,
@@ -54,12 +55,10 @@ class _Mover:
 
     def value(self, node: fx.Node) -> Any:
         """Result of a node on the device; those of its operands are known."""
-        known = node.meta["val"]
+        args, kwargs, known = traced_call(node)
         modes = {leaf.fake_mode for leaf in pytree.tree_leaves(known)
                  if isinstance(leaf, FakeTensor)}
         if node.op == "call_function" and modes:
-            args, kwargs = fx.map_arg((node.args, dict(node.kwargs)),
-                                      lambda operand: operand.meta.get("val"))
             try:
                 with modes.pop():
                     return node.target(*args, **kwargs)

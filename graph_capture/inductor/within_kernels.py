@@ -31,7 +31,7 @@ from itertools import accumulate
 import torch
 from torch import fx
 
-from planner._graph_capture.joint_graph.joint import is_view, tensors_of
+from planner._graph_capture.joint_graph.joint import is_view, tensors_of, traced_call
 from planner._graph_capture.joint_graph.lower import RESIDENT, LoweredRegion
 from planner._graph_capture.joint_graph.walks import readers
 from planner._graph_capture.op_costs.costs import OpCost
@@ -113,12 +113,9 @@ class FusedCosts:
         fusion = fusion_of(node)
         if fusion is Fusion.EXTERNAL:
             return self._alone(node)
-        args = fx.map_arg(node.args, lambda source: source.meta.get("val"))
-        kwargs = fx.map_arg(dict(node.kwargs), lambda source: source.meta.get("val"))
-        out = node.meta.get("val")
-        flops = op_flops(node.target, args, kwargs, out)
-        moved = bytes_moved(node.target, args, kwargs, out)
-        return OpCost(flops, moved, self._seconds(node, fusion), 0)
+        call = traced_call(node)
+        return OpCost(op_flops(node.target, *call), bytes_moved(node.target, *call),
+                      self._seconds(node, fusion), 0)
 
     def saving_seconds(self, node: fx.Node) -> float:
         """Seconds to write the result of an op and to read it again; 0 if a kernel needs it in

@@ -152,8 +152,7 @@ _WHOLE_SLICE = (0, 0, torch.iinfo(torch.int64).max, 1)
 def _describe_whole_storages(graph: fx.Graph) -> None:
     for target in SHRUNK:
         for node in graph.find_nodes(op="call_function", target=target):
-            args, kwargs = fx.map_arg((node.args, node.kwargs), lambda arg: arg.meta["val"])
-            node.meta["val"] = in_its_storage(target, args, kwargs, node.meta["val"])
+            node.meta["val"] = in_its_storage(target, *traced_call(node))
 
 
 def eliminate_dead_code(graph: fx.Graph) -> None:
@@ -332,6 +331,13 @@ def is_tuple_element(node: fx.Node) -> bool:
 def tensors_of(tree: object) -> list[torch.Tensor]:
     """The tensors in a node's value or among an op's arguments, in order."""
     return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
+def traced_call(node: fx.Node) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
+    """The traced values of a node's arguments, and of the node."""
+    args, kwargs = fx.map_arg((node.args, dict(node.kwargs)),
+                              lambda operand: operand.meta.get("val"))
+    return args, kwargs, node.meta.get("val")
 
 
 _WHOLE = torch.ops.aten.convolution_backward.default

@@ -24,7 +24,7 @@ import torch
 from torch import fx
 
 from planner._graph_capture.joint_graph.fresh_results import written_in_place
-from planner._graph_capture.joint_graph.joint import tensors_of
+from planner._graph_capture.joint_graph.joint import tensors_of, traced_call
 from planner._graph_capture.joint_graph.replay import draws, original_call
 from planner._graph_capture.op_costs.devices import Gpu, assumption, device_model
 from planner._graph_capture.op_costs.flops import bytes_moved, op_flops
@@ -79,10 +79,7 @@ class OpCosts:
 
     def __call__(self, node: fx.Node) -> OpCost:
         """The cost of a node, from its traced values."""
-        args = fx.map_arg(node.args, _value_of)
-        kwargs = fx.map_arg(dict(node.kwargs), _value_of)
-        out = node.meta.get("val")
-        target = node.target
+        target, (args, kwargs, out) = node.target, traced_call(node)
         if not isinstance(target, OpOverload):
             moved = sum(t.numel() * t.element_size() for t in tensors_of((args, kwargs, out)))
             return OpCost(0, moved, self._seconds(0, moved, torch.float32), 0)
@@ -148,9 +145,5 @@ def _numbers_drawn(target: OpOverload, args: tuple[Any, ...], kwargs: Mapping[st
 def _bound(built: Callable[[], Any] | None, method: str) -> Callable[..., Any]:
     assert built is not None, "what is not known was built"
     return getattr(built(), method)
-
-
-def _value_of(node: fx.Node) -> Any:
-    return node.meta.get("val")
 
 
