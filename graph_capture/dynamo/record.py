@@ -16,7 +16,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import fx
+from torch import fx, nn
 
 from planner._graph_capture.device_kernels.layouts import on_device
 from planner._graph_capture.dynamo.captured_graphs import (
@@ -192,7 +192,7 @@ def record_step(fake_copy: FakeCopy, run_step: RunStep, workspace: Workspace,
         warnings.filterwarnings("ignore", "Dynamo detected a call to a `functools.lru_cache`")
         try:
             run_step(model, lambda: None)
-            _drop_gradients(fake_copy)
+            nn.Module.zero_grad(fake_copy.model)
             repeated.are_expected = True
             _follow_uncaptured(fake_copy, run_step, model, recorder, workspace)
         except DataDependentValue as error:
@@ -210,7 +210,7 @@ def record_step(fake_copy: FakeCopy, run_step: RunStep, workspace: Workspace,
         except Exception as error:  # whatever the user's code raises
             raise _failure(error) from error
         finally:
-            _drop_gradients(fake_copy)
+            nn.Module.zero_grad(fake_copy.model)
     if getattr(fake_copy.mode, "told_values", False):
         for name, _ in named_inputs(fake_copy):
             recording.asked.setdefault(name, "")
@@ -235,11 +235,6 @@ def _compiled(fake_copy: FakeCopy, blocks: Sequence[str], recorder: _Recorder, k
     calls = CompiledCalls(model, blocks, code, captures_rest=captures_rest)
     recorder.running_block = lambda: calls.running
     return model if blocks else fake_copy.callee, calls.installed(), repeated
-
-
-def _drop_gradients(fake_copy: FakeCopy) -> None:
-    for parameter in fake_copy.model.parameters():
-        parameter.grad = None
 
 
 def _follow_uncaptured(
