@@ -29,6 +29,7 @@ from types import MappingProxyType
 
 from ortools.math_opt.python import mathopt
 
+from planner.solvers.frontiers import reads_across, recomputations
 from planner.solvers.milp import optimise
 from planner.solvers.problem import Problem
 from planner.solvers.repetition import Run
@@ -237,31 +238,14 @@ class _Live:
 
 def _live_past_cuts(problem: Problem, cuts: Sequence[int]) -> list[_Live]:
     """Return, per stage, the storages that first runs demand, and all that may serve them directly
-    or through recomputation.  Storages kept to the end always exist and are left out."""
-    ops, storages = problem.ops, problem.storages
-    ends = [*cuts[1:], len(ops)]
+    or through recomputation."""
     carried: set[int] = set()
     lives: list[_Live] = []
-    for cut, end in zip(reversed(cuts), reversed(ends), strict=True):
-        demanded = {s for op in ops[cut + 1:end + 1] for s in op.inputs
-                    if storages[s].producer <= cut and not storages[s].kept_to_end}
-        stage = slice(problem.segment_before(cut + 1), problem.segment_before(end) + 1)
-        allowed = {home for segment in problem.segments[stage] for home in segment.replays}
-        wanted = demanded | {s for s in carried if storages[s].producer <= cut}
-        again: set[int] = set()
-        stack = list(wanted)
-        while stack:
-            producer = storages[stack.pop()].producer
-            if (producer in again or not ops[producer].recomputable
-                    or problem.segment_of[producer] not in allowed):
-                continue
-            again.add(producer)
-            for source in ops[producer].inputs:
-                if source not in wanted and not storages[source].kept_to_end:
-                    wanted.add(source)
-                    stack.append(source)
-        carried = wanted
-        lives.append(_Live(tuple(sorted(demanded)), tuple(sorted(wanted)), tuple(sorted(again))))
+    for cut, end in zip(reversed(cuts), reversed([*cuts[1:], len(problem)]), strict=True):
+        demanded = reads_across(problem, cut, end)
+        wanted = demanded | {s for s in carried if problem.storages[s].producer <= cut}
+        again, carried, _ = recomputations(problem, wanted, cut, end)
+        lives.append(_Live(tuple(sorted(demanded)), tuple(sorted(carried)), tuple(sorted(again))))
     return lives[::-1]
 
 

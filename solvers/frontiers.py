@@ -9,7 +9,7 @@ that can never be recomputed are retained anyway and count as free.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from planner.solvers.problem import Problem
@@ -45,15 +45,29 @@ class Frontier:
 def region_after(problem: Problem, pivot: int) -> Region:
     """Return the ops and storages that may be recomputed after the first run of op `pivot`; O(ops +
     reads)."""
+    needed = reads_across(problem, pivot, len(problem))
+    again, _, forced = recomputations(problem, needed, pivot, len(problem))
+    return Region(pivot, tuple(sorted(again)), tuple(sorted(needed)), frozenset(forced))
+
+
+def reads_across(problem: Problem, pivot: int, end: int) -> set[int]:
+    """Return the storages made up to op `pivot` that first runs after it read, up to that of `end`.
+    Storages kept to the end always exist and are left out."""
+    storages = problem.storages
+    return {s for op in problem.ops[pivot + 1:end + 1] for s in op.inputs
+            if storages[s].producer <= pivot and not storages[s].kept_to_end}
+
+
+def recomputations(problem: Problem, wanted: Iterable[int], pivot: int, end: int
+                   ) -> tuple[set[int], set[int], set[int]]:
+    """Return the ops that may run again between the first runs of `pivot` and `end` to make the
+    wanted storages, all storages that may serve them so, and those among them that no op may make
+    again there."""
     ops, storages = problem.ops, problem.storages
-    here = problem.segment_before(pivot + 1)
-    allowed = {home for segment in problem.segments[here:] for home in segment.replays}
-    needed = sorted({s for op in ops[pivot + 1:] for s in op.inputs
-                     if storages[s].producer <= pivot and not storages[s].kept_to_end})
-    again: set[int] = set()
-    forced: set[int] = set()
-    stack = list(needed)
-    seen = set(needed)
+    stretch = slice(problem.segment_before(pivot + 1), problem.segment_before(end) + 1)
+    allowed = {home for segment in problem.segments[stretch] for home in segment.replays}
+    again, forced, seen = set[int](), set[int](), set(wanted)
+    stack = list(seen)
     while stack:
         storage = stack.pop()
         producer = storages[storage].producer
@@ -65,7 +79,7 @@ def region_after(problem: Problem, pivot: int) -> Region:
             if source not in seen and not storages[source].kept_to_end:
                 seen.add(source)
                 stack.append(source)
-    return Region(pivot, tuple(sorted(again)), tuple(needed), frozenset(forced))
+    return again, seen, forced
 
 
 def frontiers(problem: Problem, region: Region) -> tuple[Frontier, ...]:
