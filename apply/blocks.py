@@ -35,7 +35,7 @@ from planner._apply.symbolic_code import SizedCode
 from planner._graph_capture.dynamo.blocks import repeated_blocks
 from planner._graph_capture.dynamo.distinct_inputs import with_distinct_tensors
 from planner._graph_capture.dynamo.traced_code import TracedCode
-from planner._graph_capture.model_state import remembered_state
+from planner._graph_capture.model_state import ModelState
 from planner._graph_capture.module_forward import (
     Forward,
     call_forward,
@@ -211,7 +211,7 @@ def run_step(code: Code | CompiledCode, spec: RewriteSpec, module: nn.Module, ow
     args, kwargs = with_distinct_tensors(args, {**dict(spec.overrides), **kwargs})
     if not is_trial:
         return code(module, own, *args, **kwargs)
-    restore = remembered_state(module)
+    restore = ModelState(module).restore
     code.is_trial = True
     try:
         return code(module, own, *args, **kwargs)

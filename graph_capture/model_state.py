@@ -7,7 +7,7 @@ a later call writes; those of `graph_capture.random_state`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -22,14 +22,9 @@ _written = WeakKeyDictionary[nn.Module, set[str]]()
 """Names of the parameters that calls of a model were seen to write."""
 
 
-def remembered_state(model: nn.Module) -> Callable[[], None]:
-    """A function that restores the current random state, buffers, and parameters that calls are
-    known to write."""
-    return ModelState(model).restore
-
-
 class ModelState:
-    """The state of a model at some moment."""
+    """The state of a model when this object is made: random state, buffers, and parameters that
+    calls are known to write."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model

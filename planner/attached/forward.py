@@ -42,7 +42,7 @@ from planner._apply.errors import PlanMismatch
 from planner._apply.planned_forward import can_be_pickled
 from planner._apply.symbolic_code import SizesNotPlanned, SymbolicCallable
 from planner._graph_capture.errors import CaptureError
-from planner._graph_capture.model_state import remembered_state
+from planner._graph_capture.model_state import ModelState
 from planner._graph_capture.module_forward import Forward, in_place_of_forward
 from planner._graph_capture.output_tensors import output_tensors
 from planner._graph_capture.outside_state import OutsideState
@@ -350,7 +350,7 @@ class PlanningForward(ObservingForward):
                 raise
         # The model sets something up in its first call, which so far only a copy has had.
         self.graphs.remove(graph)
-        restore = remembered_state(self.__self__)
+        restore = ModelState(self.__self__).restore
         try:
             with torch.no_grad():
                 self.plain(*args, **kwargs)

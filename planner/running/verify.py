@@ -33,7 +33,7 @@ from torch import nn
 from planner._apply.blocks import code_of, run_step
 from planner._apply.call_signature import autocast_as_planned, input_tensors
 from planner._graph_capture.memory.allocator import record_peak
-from planner._graph_capture.model_state import remembered_state
+from planner._graph_capture.model_state import ModelState
 from planner._graph_capture.module_forward import (
     ForwardOverride,
     forward_override,
@@ -265,7 +265,7 @@ def _state_kept(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
     with_gradients = [*model.parameters(), *leaves]
     gradients = [tensor.grad for tensor in with_gradients]
     copies = [(each, each.clone()) for each in gradients if each is not None and reuses_gradients]
-    restore = remembered_state(model)
+    restore = ModelState(model).restore
 
     def restart() -> None:
         for tensor in with_gradients:
