@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import mmap
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -136,7 +137,10 @@ _CPU = torch.device("cpu")
 def may_be_storage_less(fake_copy: FakeCopy) -> bool:
     """True if `storage_less_copy` works on the device that the fake copy is traced on."""
     device = fake_copy.trace_device
-    return device.type in ("cpu", "cuda") and has_zeros(device)
+    try:
+        return device.type in ("cpu", "cuda") and zeros_on(device).address(1) > 0
+    except (OSError, AttributeError):  # no such driver, or an old one
+        return False
 
 
 def storage_less_copy(fake_copy: FakeCopy, extra: tuple[Any, ...] = (), *,
@@ -564,20 +568,5 @@ def _driver(name: str, *arguments: object) -> None:
         raise OSError(f"{name} of CUDA's driver failed with status {status}")
 
 
-_zeros: dict[torch.device, Zeros] = {}  # never released: storages outlive everything else
-
-
-def zeros_on(device: torch.device) -> Zeros:
-    """The zeros of a device."""
-    if device not in _zeros:
-        _zeros[device] = Zeros(device)
-    return _zeros[device]
-
-
-def has_zeros(device: torch.device) -> bool:
-    """True if there are addresses of zeros on the device."""
-    try:
-        zeros_on(device).address(1)
-    except (OSError, AttributeError):  # no such driver, or an old one
-        return False
-    return True
+zeros_on = functools.cache(Zeros)
+"""The zeros of a device, which are never released: storages outlive everything else."""
