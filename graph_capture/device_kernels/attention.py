@@ -104,13 +104,13 @@ def choose_attention(call: AttentionCall, capability: tuple[int, int],
     """
     call = with_batch(call, version)
     refused: list[str] = []
-    switches = attention_switches()
+    enabled, order = attention_switches()
     prefers_cudnn = (capability[0] in (9, 10)
                      and os.environ.get("TORCH_CUDNN_SDPA_DEPRIORITIZED") != "1")
-    for kernel in map(AttentionKernel, switches.order or (
+    for kernel in map(AttentionKernel, order or (
             ("cudnn", "flash", "efficient", "math") if prefers_cudnn
             else ("flash", "efficient", "math", "cudnn"))):
-        why = "switched off" if kernel not in switches.enabled else next(
+        why = "switched off" if kernel not in enabled else next(
             _objections(kernel, call, capability, version), None)
         if why is None:
             dtype = str(call.query.dtype).removeprefix("torch.")

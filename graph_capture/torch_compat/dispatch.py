@@ -18,7 +18,6 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -196,16 +195,6 @@ def beneath_autocast() -> Any:
         torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU))
 
 
-@dataclass(frozen=True, slots=True)
-class AttentionSwitches:
-    """The caller's settings for the kernels of `scaled_dot_product_attention`."""
-
-    enabled: frozenset[str]
-    """Kernels that are switched on: `flash`, `efficient`, `cudnn`, `math`."""
-    order: tuple[str, ...] | None
-    """Kernels in the order in which they are tried; `None`: the caller has not set one."""
-
-
 _BACKENDS = {0: "math", 1: "flash", 2: "efficient", 3: "cudnn"}
 _DEFAULT_ORDER = ("flash", "efficient", "math", "cudnn")
 
@@ -219,15 +208,17 @@ def kernel_chosen_by_torch(query: torch.Tensor, key: torch.Tensor, value: torch.
                                              enable_gqa=grouped)]
 
 
-def attention_switches() -> AttentionSwitches:
-    """The settings of the running context and thread."""
+def attention_switches() -> tuple[frozenset[str], tuple[str, ...] | None]:
+    """The settings of the running context and thread for `scaled_dot_product_attention`: which of
+    the kernels `flash`, `efficient`, `cudnn` and `math` are switched on, and the order in which
+    they are tried; `None`: the caller has not set one."""
     enabled = {"flash": torch._C._get_flash_sdp_enabled,
                "efficient": torch._C._get_mem_efficient_sdp_enabled,
                "cudnn": torch._C._get_cudnn_sdp_enabled, "math": torch._C._get_math_sdp_enabled}
     order = tuple(_BACKENDS[number] for number in torch._C._get_sdp_priority_order()
                   if number in _BACKENDS)
-    return AttentionSwitches(frozenset(name for name, is_on in enabled.items() if is_on()),
-                             None if order == _DEFAULT_ORDER else order)
+    return (frozenset(name for name, is_on in enabled.items() if is_on()),
+            None if order == _DEFAULT_ORDER else order)
 
 
 _LIBRARY = torch.library.Library("checkpoint_planner", "FRAGMENT")
