@@ -116,27 +116,30 @@ def make_units(model: nn.Module, names: Sequence[tuple[str, ...]],
     return tuple(made)
 
 
-class FullySharded:
-    """Allocates and frees the buffers of one rank while the model of `units` runs."""
+class Sharded(Wrapper):
+    """Fully sharded parameters, gradients and optimizer state: allocates and frees the buffers of
+    one rank while the model runs."""
 
-    def __init__(self, units: Sequence[ShardedUnit], ranks: int, *,
+    def __init__(self, units: Sequence[tuple[str, ...]], ranks: int, *,
+                 reshard_after_forward: bool | None = None, kept: Collection[str] = (),
                  library_copies: bool = False, precision: Precision | None = None) -> None:
-        """`library_copies`: the communication library copies each buffer that it gathers or
-        reduces, as gloo does and NCCL does not."""
-        self.precision = precision or Precision()
-        self.units, self.ranks = tuple(units), ranks
-        self.sharded_gradients: list[torch.Tensor] = []
-        """The gradient shards, which stay after the backward."""
+        """`units`, `reshard_after_forward`, `kept`: see `make_units`; `library_copies`: the
+        communication library copies each buffer that it gathers or reduces, as gloo does and NCCL
+        does not."""
+        self.precision, self.ranks = precision or Precision(), ranks
+        self._make_units = partial(make_units, names=units, kept=kept,
+                                   reshard_after_forward=reshard_after_forward)
         self._library_copies = library_copies
-        self._last_gathered: torch.Tensor | None = None
-        self._reducing: torch.Tensor | None = None
-        self._forwards: list[ShardedUnit] = []
         self._make: MakeBuffer | None = None
 
     @contextlib.contextmanager
-    def attached(self, make: MakeBuffer) -> Iterator[None]:
-        """Inside, hooks of the modules allocate buffers with `make`."""
-        self._make = make
+    def attached(self, model: nn.Module, make: MakeBuffer) -> Iterator[None]:
+        self._make, self.units = make, self._make_units(model)
+        self.sharded_gradients: list[torch.Tensor] = []
+        """The gradient shards, which stay after the backward."""
+        self._last_gathered: torch.Tensor | None = None
+        self._reducing: torch.Tensor | None = None
+        self._forwards: list[ShardedUnit] = []
         hooks = [hook for unit in self.units for module in unit.modules for hook in (
             module.register_forward_pre_hook(
                 torch.compiler.disable(partial(self._pre_forward, unit)), prepend=True,
@@ -152,7 +155,6 @@ class FullySharded:
             self._make = None
 
     def finish(self) -> list[torch.Tensor]:
-        """End the backward and the step; returns the gradient shards."""
         for unit in self.units:
             if not unit.done:  # no gradient flowed into its inputs
                 self._post_backward(unit)
@@ -288,29 +290,6 @@ class IntoBuckets(Wrapper):
     def attached(self, model: nn.Module, make: MakeBuffer) -> AbstractContextManager[None]:
         return removed_afterwards([parameter.register_post_accumulate_grad_hook(_release_gradient)
                                    for parameter in model.parameters() if parameter.requires_grad])
-
-
-class Sharded(Wrapper):
-    """Fully sharded parameters, gradients and optimizer state."""
-
-    def __init__(self, units: Sequence[tuple[str, ...]], ranks: int, *,
-                 reshard_after_forward: bool | None = None, kept: Collection[str] = (),
-                 library_copies: bool = False, precision: Precision | None = None) -> None:
-        """`reshard_after_forward`, `kept`: see `make_units`; the others: see `FullySharded`."""
-        self._units, self._ranks = units, ranks
-        self._reshard_after_forward, self._kept = reshard_after_forward, kept
-        self._library_copies, self._precision = library_copies, precision
-        self._runtime: FullySharded | None = None
-
-    def attached(self, model: nn.Module, make: MakeBuffer) -> AbstractContextManager[None]:
-        self._runtime = FullySharded(
-            make_units(model, self._units, self._reshard_after_forward, self._kept), self._ranks,
-            library_copies=self._library_copies, precision=self._precision)
-        return self._runtime.attached(make)
-
-    def finish(self) -> list[torch.Tensor]:
-        assert self._runtime is not None
-        return self._runtime.finish()
 
 
 def _release_gradient(parameter: torch.Tensor) -> None:

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import planner
-from planner._graph_capture.data_parallel.fully_sharded import FullySharded
+from planner._graph_capture.data_parallel.fully_sharded import Sharded
 from planner.api import capture
 from tests.support.command_line import TINY_GPT2, run
 from tests.support.models import causal_model
@@ -108,7 +108,7 @@ def test_nothing_of_a_captured_step_stays(case):
     not see it."""
     plan_of(case, RANKS["fsdp2"])
     gc.collect()
-    assert not [found for found in gc.get_objects() if isinstance(found, FullySharded)]
+    assert not [found for found in gc.get_objects() if isinstance(found, Sharded)]
 
 
 def test_the_file_says_of_which_run_the_plan_is(of_fsdp2, tmp_path):
