@@ -9,9 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from planner.solvers.actions import as_order
 from planner.solvers.problem import Order, Problem
-from planner.solvers.simulator import Timeline, unroll
+from planner.solvers.simulator import unroll
 
 
 def schedule_from_cuts(problem: Problem, cuts: Sequence[int], retained: Sequence[Collection[int]],
@@ -87,25 +86,11 @@ def next_cuts(problem: Problem, budget_bytes: int, schedule: Order, cuts: tuple[
               first: int = 0) -> tuple[int, ...] | None:
     """Return the cuts of the next model: also at the first run, at op `first` or after, where
     `schedule` exceeds the budget most and there was no cut yet; `None` if there is no such run."""
-    for following, op in violations(problem, unroll(problem, schedule), budget_bytes):
-        if following == op and op not in cuts and op >= first:
-            return tuple(sorted({*cuts, op}))
-    return None
-
-
-def violations(problem: Problem, timeline: Timeline, budget: int) -> list[tuple[int, int]]:
-    """Return the local peaks over the budget, worst first: the first run that comes next, and the
-    op that runs (the same one, or one that is recomputed before it)."""
-    memory, order = timeline.memory_bytes, as_order(timeline.schedule)
-    firsts = {op: position for position, op in reversed(list(enumerate(order)))}
-    following = len(problem)
-    found: list[tuple[int, int, int]] = []
-    for position in range(len(memory) - 1, -1, -1):
-        op = order[position]
-        if firsts[op] == position:
-            following = op
-        before = memory[position - 1] if position else -1
-        after = memory[position + 1] if position + 1 < len(memory) else -1
-        if memory[position] > budget and before <= memory[position] > after:
-            found.append((-memory[position], following, op))
-    return [(following, op) for _, following, op in sorted(found)]
+    timeline = unroll(problem, schedule)
+    memory = (-1, *timeline.memory_bytes, -1)
+    found = []  # local peaks
+    for op, position in timeline.first_runs.items():
+        before, here, after = memory[position:position + 3]
+        if op >= first and op not in cuts and here > budget_bytes and before <= here > after:
+            found.append((-here, op))
+    return tuple(sorted({*cuts, min(found)[1]})) if found else None
