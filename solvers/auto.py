@@ -26,12 +26,11 @@ from planner.solvers.incumbent import Incumbent
 from planner.solvers.local_search import improve, move_work
 from planner.solvers.minimum import working_set_floor
 from planner.solvers.nested import nested
-from planner.solvers.problem import Problem
 from planner.solvers.sqrt_n import sqrt_n
 from planner.solvers.task import Algorithm, Proposal, Task
 
 WORK, WORK_PER_OP = 4.0, 5e-4
-"""Work (see `solvers.milp.MilpResult`) of the whole search."""
+"""Default work (see `solvers.milp.MilpResult`) of the whole search."""
 WORK_OF_GAP, WIDEST_GAP = 100.0, 0.2
 """Additional work of a default search, times the gap that the first turns leave, or at most this
 one."""
@@ -56,16 +55,12 @@ GOOD_ENOUGH = 0.001
 first half the threshold shrinks with the cube of the work: an eighth of it after a quarter."""
 
 
-def usual_work(problem: Problem) -> float:
-    """Default work of a search."""
-    return WORK + WORK_PER_OP * len(problem)
-
-
 def auto(task: Task) -> Proposal:
     """Return the best result of all stages within the work and the time."""
     incumbent = Incumbent(task)
     goes_on = task.work_limit not in (None, math.inf) and incumbent.fits
-    work_limit = usual_work(task.problem) if task.work_limit is None else task.work_limit
+    work_limit = (WORK + WORK_PER_OP * len(task.problem) if task.work_limit is None
+                  else task.work_limit)
     try:
         if not incumbent.start() and work_limit < math.inf:
             incumbent.raise_bound(one_cut_bound(task))
