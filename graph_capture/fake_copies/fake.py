@@ -388,10 +388,9 @@ class FakeCopier(TorchFunctionMode):
 
     def _uncopyable(self, model: nn.Module) -> str:
         """Description of the attribute on which `copy.deepcopy` fails."""
-        children = {"_modules", "_parameters", "_buffers"}
         for name, module in model.named_modules():
             for attribute, value in vars(module).items():
-                if attribute in children:
+                if attribute in _CHILDREN:
                     continue
                 try:
                     with self:
