@@ -106,7 +106,7 @@ class FusedCosts:
     def __init__(self, device: torch.device, alone: Callable[[fx.Node], OpCost],
                  model: DeviceModel) -> None:
         """`alone` gives the costs of an op that runs by itself; `model`: the device's speed."""
-        self._device, self._alone, self._model = device, alone, model
+        self._device, self._alone, self.model = device, alone, model
 
     def __call__(self, node: fx.Node) -> OpCost:
         """The cost of a node, from its traced values."""
@@ -125,12 +125,8 @@ class FusedCosts:
         made = tensors_of(node.meta.get("val"))
         masks = sum(tensor.numel() for tensor in made if tensor.dtype is torch.bool)
         per_mask = _FLOPS_OF_SAVED_MASK.get(self._device.type, 0.0)
-        return (2 * self.reading_seconds(sum(tensor.nbytes for tensor in made))
-                + self._model.arithmetic_seconds(math.ceil(masks * per_mask), torch.float32))
-
-    def reading_seconds(self, size_bytes: int) -> float:
-        """Seconds to read so many bytes from memory."""
-        return self._model.traffic_seconds(size_bytes)
+        return (2 * self.model.traffic_seconds(sum(tensor.nbytes for tensor in made))
+                + self.model.arithmetic_seconds(math.ceil(masks * per_mask), torch.float32))
 
     def _seconds(self, node: fx.Node, fusion: Fusion) -> float:
         made = tensors_of(node.meta.get("val"))
@@ -146,9 +142,9 @@ class FusedCosts:
         else:
             elements = _elements(node)
             traffic = sum(tensor.nbytes for tensor in made) if _is_read_from_outside(node) else 0
-        arithmetic = self._model.arithmetic_seconds(math.ceil(elements * per_element),
+        arithmetic = self.model.arithmetic_seconds(math.ceil(elements * per_element),
                                                     torch.float32)
-        return arithmetic + self._model.traffic_seconds(traffic)
+        return arithmetic + self.model.traffic_seconds(traffic)
 
 
 def fused_storages(region: LoweredRegion) -> frozenset[int]:
@@ -339,7 +335,7 @@ def _saving_costs(graph: TrainingGraph, uses: Sequence[RegionUse], costs: FusedC
             seconds = costs.saving_seconds(op.node)
             for storage in op.outputs:
                 buffer = buffer_of(graph, use.lowered, storage)
-                to_read[buffer] = costs.reading_seconds(graph.buffers[buffer].size_bytes)
+                to_read[buffer] = costs.model.traffic_seconds(graph.buffers[buffer].size_bytes)
                 if seconds and storage in in_one:
                     to_save[buffer] = seconds
     return SavingCosts(to_save, to_read)
