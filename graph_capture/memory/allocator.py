@@ -22,7 +22,7 @@ import torch
 
 from planner._graph_capture.memory.caching_allocator import rounded_bytes
 from planner._graph_capture.torch_compat import begin_stage as begin_stage
-from planner._graph_capture.torch_compat import cpu_allocations, cpu_allocations_in_stages
+from planner._graph_capture.torch_compat import cpu_allocations
 
 
 def allocated_bytes(size_bytes: int, device: torch.device) -> int:
@@ -62,7 +62,7 @@ def record_peak(fn: Callable[[], object], device: torch.device | str) -> Allocat
 def record_peak_of_op(fn: Callable[[], object], device: torch.device) -> AllocationRecord:
     """`record_peak` without garbage collection, for very short runs: a hundred times faster."""
     if device.type == "cpu":
-        levels = list(accumulate(cpu_allocations(fn), initial=0))
+        levels = list(accumulate(cpu_allocations(fn)[0], initial=0))
         return AllocationRecord(max(levels), levels[-1])
     torch.cuda.synchronize(device)
     torch.cuda.reset_peak_memory_stats(device)
@@ -103,7 +103,7 @@ def record_stages(stages: Sequence[Callable[[], object]]) -> tuple[AllocationRec
     gc.collect()
     level = 0
     records = []
-    for sizes in cpu_allocations_in_stages(stages):
+    for sizes in cpu_allocations(*stages):
         levels = list(accumulate(sizes, initial=level))
         level = levels[-1]
         records.append(AllocationRecord(max(levels), level))

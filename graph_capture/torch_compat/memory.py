@@ -200,27 +200,22 @@ _EVENLY_DISTRIBUTED = frozenset({"MaxBackward1", "MinBackward1", "MedianBackward
                                  "NanmedianBackward0"})
 
 
-def cpu_allocations(fn: Callable[[], object]) -> list[int]:
-    """Bytes of each allocation (positive) and release (negative) of the CPU's allocator while `fn`
-    runs, in time order; on the calling thread and on those to which torch passes its thread state.
-
-    `torch.profiler.profile` records the same events, but spends 30 ms per session on unused tables,
-    where this takes 1 ms, and gives access to them only through private names (`kineto_results`).
-    It is built from the functions below.
-    """
-    return cpu_allocations_in_stages([fn])[0]
-
-
 def profiler_is_running() -> bool:
     """True if a torch profiler is running in this thread."""
     return bool(torch.autograd._profiler_enabled())
 
 
-def cpu_allocations_in_stages(stages: Sequence[Callable[[], object]]) -> list[list[int]]:
-    """`cpu_allocations` of functions that run one after the other, for each of them.
+def cpu_allocations(*stages: Callable[[], object]) -> list[list[int]]:
+    """Bytes of each allocation (positive) and release (negative) of the CPU's allocator while these
+    functions run one after the other, for each of them in time order; on the calling thread and on
+    those to which torch passes its thread state.
 
     Allocations of one stage that a later one releases are seen, as in a single run.  A call of
     `begin_stage` begins another stage.
+
+    `torch.profiler.profile` records the same events, but spends 30 ms per session on unused tables,
+    where this takes 1 ms, and gives access to them only through private names (`kineto_results`).
+    It is built from the functions below.
     """
     if profiler_is_running():
         raise RuntimeError("cannot measure allocations while a profiler is running; stop it first")

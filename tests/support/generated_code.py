@@ -20,5 +20,5 @@ def outputs_peak_and_code(function, *args, inside: AbstractContextManager):
     with config.patch(fx_graph_cache=False), torch.no_grad(), inside:
         compiled = torch.compile(function)
         outputs, (code,) = run_and_get_code(compiled, *args)
-        events = cpu_allocations(lambda: compiled(*args))
+        (events,) = cpu_allocations(lambda: compiled(*args))
     return outputs, max(itertools.accumulate(events)), code
