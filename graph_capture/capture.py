@@ -309,7 +309,8 @@ def capture_step(
     layout = None if make_layout is None else make_layout(fake_copy)
     if optimizer_in_backward and early is None:
         early = early_gradients(optimizer, fake_copy, costs.workspace_bytes)
-    unforced = _without(fake_copy, {name for name, _ in forced} - kwargs.keys())
+    unforced = replace(fake_copy, kwargs={
+        name: value for name, value in fake_copy.kwargs.items() if name in kwargs})
     tracing = Tracing(unforced, fake_loss, costs.workspace_bytes, holds_output, layout, early or {})
 
     def record(fake_copy: FakeCopy, blocks: Sequence[str], captures_rest: bool = False,
@@ -470,12 +471,6 @@ def _least_plain_peak(fake_copy: FakeCopy, loss_fn: LossFn | None) -> int:
         return trace_eager_step(fake_copy, loss_fn, workspace=lambda *call: 0).peak_bytes
     except Exception:  # whatever the user's code raises
         return 0
-
-
-def _without(fake_copy: FakeCopy, names: Set[str]) -> FakeCopy:
-    """The fake copy without these keyword arguments."""
-    return replace(fake_copy, kwargs={name: value for name, value in fake_copy.kwargs.items()
-                                      if name not in names}) if names else fake_copy
 
 
 def _forced_arguments(
