@@ -38,7 +38,7 @@ _LT_BYTES = 2 ** 20
 def cuda_workspace_bytes(name: str, args: Sequence[Any], gpu: Gpu) -> int | None:
     """Workspace of the op of this name (`_scaled_dot_product_flash_attention_backward`), called
     with `args` on `gpu`; `None`: unknown."""
-    if name in _SUMS:
+    if name == "sum":
         return _sum(args, gpu)
     known = _KNOWN.get(name)
     return None if known is None else known(args)
@@ -174,7 +174,6 @@ def _rows(query: torch.Tensor) -> int:
     return int(batch * heads * queries)
 
 
-_SUMS = frozenset({"sum"})
 _KNOWN: dict[str, Callable[[Sequence[Any]], int]] = {
     "_scaled_dot_product_flash_attention": _none,
     "_scaled_dot_product_flash_attention_backward": _flash_backward,

@@ -74,8 +74,6 @@ _FREE_IF_CONTIGUOUS = frozenset({
     "_softmax", "_log_softmax", "_log_softmax_backward_data", "nll_loss_forward",
     "nll_loss_backward", "embedding"})
 """Kernels that allocate only copies of operands that are not contiguous."""
-_FREE_ON_CPU = frozenset({"_softmax_backward_data"})
-"""More such kernels on a CPU."""
 
 
 class OpProbe:
@@ -296,7 +294,8 @@ def _known_to_be_free(target: OpOverload, args: tuple[Any, ...], inputs: list[to
         # On the CPU, operands of another dtype than the common one are converted in full first, and
         # a number in the place of a tensor becomes one.
         return device.type == "cuda" or (len(dtypes) <= 1 and not has_number_operand(target, args))
-    known = name in _FREE_IF_CONTIGUOUS or (device.type == "cpu" and name in _FREE_ON_CPU)
+    known = name in _FREE_IF_CONTIGUOUS or (
+        device.type == "cpu" and name == "_softmax_backward_data")
     return known and sum(dtype.is_floating_point for dtype in dtypes) <= 1
 
 

@@ -272,7 +272,8 @@ def _reduction(node: fx.Node, source: fx.Node, rows: Rows) -> Action | None:
     keeps = bool(node.args[2]) if len(node.args) > 2 else False
     ours = set(range(rows.start, rows.stop))
     if ours <= dimensions:
-        return Action({source: rows}, (Kind.SUM,)) if node.target in _SUMS else None
+        is_sum = node.target is _aten.sum.dim_IntList
+        return Action({source: rows}, (Kind.SUM,)) if is_sum else None
     if ours & dimensions:
         return None
     gone = 0 if keeps else sum(d < rows.start for d in dimensions)
@@ -362,7 +363,6 @@ _BATCHED: tuple[tuple[Layout, Layout, Layout], ...] = (
     (Rows(0, 1), Rows(0, 1), Rows(0, 1)), (Rows(1, 2), Kind.WHOLE, Rows(1, 2)),
     (Kind.WHOLE, Rows(2, 3), Rows(2, 3)), (Rows(2, 3), Rows(1, 2), Kind.SUM))
 """The layouts of the left and the right operand and of the result of batched products."""
-_SUMS = frozenset({_aten.sum.dim_IntList})
 _OF_SUMS = CASTS | {_aten.t.default, _aten.permute.default, _aten.transpose.int,
                     _aten.view.default, _aten._unsafe_view.default}
 
