@@ -9,11 +9,10 @@ from typing import Any
 
 import torch
 from torch.autograd.graph import get_gradient_edge
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from planner._graph_capture.random_state import TorchState
 from planner._graph_capture.torch_compat.compilation import region_nodes
-from planner._graph_capture.torch_compat.memory import running_node_number
+from planner._graph_capture.torch_compat.memory import TorchDispatchMode, running_node_number
 from planner._graph_capture.torch_compat.symbols import backward_keeps_graph
 
 _Gradients = Sequence[torch.Tensor | None]
