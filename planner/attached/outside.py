@@ -72,6 +72,8 @@ class Outside:
     held_bytes: int = 0
     """Memory that the loop keeps throughout the step, outside the model, its optimizer and its
     inputs.  Negative where these are among what other calls keep: the output of another model."""
+    planned_only_bytes: int = 0
+    """The part of it that the plain step does not take."""
     forward: frozenset[Moment] = frozenset({Moment()})
     backward: frozenset[Moment] = frozenset({Moment()})
     plain_backward: frozenset[Moment] = frozenset({Moment()})
@@ -151,7 +153,8 @@ class Outside:
                  for moment in self.plain_backward]
         peaks += [moment.plain_held_bytes(saved_bytes, gradient_bytes) + plain.forward_peak_bytes
                   for moment in self.forward]
-        return max(peaks) - gradient_bytes * self.accumulates - pending_bytes
+        return (max(peaks) - gradient_bytes * self.accumulates - pending_bytes
+                - self.planned_only_bytes)
 
 
 def plain_saved_bytes(step: CapturedStep) -> int:

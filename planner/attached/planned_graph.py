@@ -78,6 +78,9 @@ class PlannedGraph:
         self.compared: WeakSet[PlannedGraph] = WeakSet()
         """Other graphs, of the largest plain step of which a percentage is taken where that of its
         own step cannot be met."""
+        self.is_kept = False
+        """True if a backward kept what a call saves for another (`retain_graph=True`): then what
+        the plan recomputes is kept, too."""
         self.is_differentiated_again = False
         """True if a backward of a call was to be differentiated again (`create_graph=True`)."""
         self._looks: list[tuple[int, int]] = []  # the last two: number of the step, bytes
@@ -185,7 +188,8 @@ class PlannedGraph:
         forward, backward, plain = (
             fullest(each.outside(self) for each in presents)
             for presents in (self.moments, [*observed, *assumed], [*observed, *without]))
-        return Outside(self.held_bytes + unforeseen_bytes, forward, backward, plain,
+        return Outside(self.held_bytes + unforeseen_bytes,
+                       unforeseen_bytes if self.is_kept else 0, forward, backward, plain,
                        largest_plain_bytes(self.compared | self.step_mates))
 
     @property
@@ -286,6 +290,8 @@ class PendingCall:
         is_first, self.has_begun = not self.has_begun, True
         if not backward_keeps_graph():
             _pending.discard(self)
+        elif (graph := self.graph()) is not None:
+            graph.is_kept = True
         return is_first
 
 
