@@ -65,7 +65,7 @@ from planner._graph_capture.step.symbolic_region import (
     input_bytes,
     trace_with_symbols,
 )
-from planner._graph_capture.torch_compat import quiet_fake_tensors, undisturbed_autograd
+from planner._graph_capture.torch_compat import pytree, quiet_fake_tensors, undisturbed_autograd
 from planner._graph_capture.training_graph import (
     ModelOutput,
     OptimizerMemory,
@@ -284,6 +284,7 @@ def capture_step(
     """
     say = progress or (lambda message: None)
     args, kwargs = with_distinct_tensors(tuple(args), kwargs or {})
+    _check_layouts(args, kwargs)
     forced = _forced_arguments(model, kwargs)
     say("copying the model to fake tensors")
     fake_copy = make_fake_copy(
@@ -457,6 +458,16 @@ def capture_step(
         may_skip=bool(blocks) and may_skip,
         tracing=tracing, held_workspace_bytes=held_workspace_bytes(costs.device_model.gpu),
         chunked=chunked, code=recording.code)
+
+
+def _check_layouts(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    """Raise `CaptureError` for sparse tensors among the inputs."""
+    for leaf in pytree.tree_leaves((args, kwargs)):
+        if isinstance(leaf, torch.Tensor) and str(leaf.layout).startswith("torch.sparse"):
+            raise CaptureError(
+                f"an input is a sparse tensor ({leaf.layout}), and the sizes of what is made of it "
+                "depend on its values; plan the modules that take dense tensors, or give indices "
+                "and values to ops such as index_add")
 
 
 def _sharing_code(recording: Recording) -> int:

@@ -185,7 +185,8 @@ class GraphPlanner:
         self._last = None if earlier is None else earlier.plan
         self._all_completed: list[_Completed] = []
         self._made: list[tuple[tuple[Known, int, str | None], PreparedStep]] = []
-        self._input_bytes = sum(tensor.nbytes for tensor in output_tensors((args, kwargs)))
+        self._input_bytes = sum(tensor.nbytes for tensor in output_tensors((args, kwargs))
+                                if tensor.layout is torch.strided)
         planning = with_wrappers(model, planning)
         if planning.parallel is None:
             planning = replace(planning, regions=planning.regions or regions_under_wrappers(model))

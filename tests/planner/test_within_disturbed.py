@@ -63,3 +63,20 @@ def test_a_step_that_is_disturbed_is_planned(call, monkeypatch):
     assert all(map(torch.equal, gradients, plain))
     assert status.planned_steps == status.steps == 3
     assert status.worst_peak_bytes <= status.budget_bytes
+
+
+class Propagation(nn.Module):
+    """A graph convolution with a sparse adjacency."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor, adjacency: torch.Tensor) -> torch.Tensor:
+        return torch.sparse.mm(adjacency, self.linear(x))
+
+
+def test_sparse_inputs_are_refused_in_words():
+    net = planner.within(Propagation(), "80%")
+    with pytest.raises(planner.CaptureError, match="an input is a sparse tensor"):
+        net(torch.randn(4, 8), torch.eye(4).to_sparse())
