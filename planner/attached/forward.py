@@ -188,6 +188,14 @@ class PlanningForward(ObservingForward):
         self.settings = settings
         self._begin()
 
+    def release_optimizer(self) -> None:
+        """Refer no longer to the optimizer that the user gave, whose training is over."""
+        self.settings = replace(
+            self.settings, planning=replace(self.settings.planning, optimizer=None))
+        for graph in self.graphs:
+            if graph.planner is not None:
+                graph.planner.release_optimizer()
+
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module's forward; in a training step, under a plan."""

@@ -414,6 +414,10 @@ class GraphPlanner:
         inputs = {id(fake) for _, fake in named_inputs(fake_copy)}
         return [own for own, fake in fake_copy.fake_of.items() if id(fake) not in inputs]
 
+    def release_optimizer(self) -> None:
+        """Refer no longer to the optimizer that the user gave."""
+        self._planning = replace(self._planning, optimizer=None)
+
     def take_code(self) -> TracedCode | None:
         """The compiled code that capture has kept; `None` from the second call on."""
         code, self._code = self._code, None

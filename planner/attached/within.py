@@ -130,6 +130,13 @@ def attach_in_step(model: nn.Module, settings: Settings) -> None:
     standing.begin_in_step()
 
 
+def release_optimizer(model: nn.Module) -> None:
+    """Let the plans of a model, whose training is over, hold no optimizer."""
+    standing = _found(model)
+    if isinstance(standing, PlanningForward):
+        standing.release_optimizer()
+
+
 def is_within(model: nn.Module) -> bool:
     """True if `within` was called for this model or for the module that it wraps."""
     return _override(_unwrapped(model)) is not None

@@ -16,7 +16,7 @@ from torch import nn
 
 from planner.arguments.planning import PlanArguments
 from planner.attached.observing import OnNew
-from planner.attached.within import attach, plan_of, settings_of
+from planner.attached.within import attach, plan_of, release_optimizer, settings_of
 from planner.plans.plan import Plan, summarize
 from planner.running.applying import steps_of
 
@@ -53,7 +53,8 @@ class BudgetedTraining:
             accumulation=max(planning.accumulation, accumulation))))
 
     def _end(self, model: nn.Module) -> None:
-        """Log how many steps ran under the plan."""
+        """Log how many steps ran under the plan, and let go of the trainer's optimizer."""
+        release_optimizer(model)
         steps, plan = steps_of(model), plan_of(model)
         log.info("%s: %d of %d steps ran under a plan%s%s", type(model).__name__, steps.planned,
                  steps.planned + steps.unplanned,

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import sys
+import weakref
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -104,6 +106,21 @@ def test_save_and_resume(tmp_path):
     trial = Trial.of(model, partial(train, folder=tmp_path, resume=True))
     trial.check(steps=2)
     trial.check_equal()
+
+
+def test_a_training_that_is_over_keeps_no_optimizer():
+    net, budget = nn.Linear(8, 8), MemoryBudgetCallback("100%")
+    optimizer = torch.optim.AdamW(net.parameters())
+    budget._begin(net, optimizer, 1, 1, "")
+    for _ in range(2):
+        net(torch.ones(64, 8)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    budget._end(net)
+    alive = weakref.ref(optimizer)
+    del optimizer
+    gc.collect()
+    assert alive() is None
 
 
 def test_checkpointing_beside_the_budget_is_refused(tmp_path):
