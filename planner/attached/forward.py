@@ -384,14 +384,23 @@ class PlanningForward(ObservingForward):
                        ) -> tuple[SymbolicGraph, Any] | None:
         """Run the step on a graph with symbolic sizes, planned for them where no plan serves them;
         returns the graph and the output, `None` where there is no such graph."""
+        with contextlib.nullcontext() if graph.has_run else watched(
+                None, f"tracing a training step of {self._name} with symbolic sizes"):
+            return self._on_symbolic_graph(graph, call, named, present, args, kwargs)
+
+    def _on_symbolic_graph(self, graph: SymbolicGraph, call: Call, named: NamedDimensions,
+                           present: Present, args: tuple[Any, ...], kwargs: dict[str, Any]
+                           ) -> tuple[SymbolicGraph, Any] | None:
         graph.note_sizes(call, named)
         before = None if self._served.get(call) is graph else (
             OutsideState(self.__self__, with_attributes=True))
         for _ in range(_TRIES):
             self._bring_up_to_date(graph, call, present, args, kwargs)
+            started = time.monotonic()
             try:
                 output = self._run(graph, args, kwargs, is_trial=not graph.has_run)
             except SizesNotPlanned as unknown:
+                self._counts.planning_seconds += time.monotonic() - started
                 if before is not None:
                     before.put_back()
                 try:
