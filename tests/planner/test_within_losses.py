@@ -62,6 +62,38 @@ def test_the_loss_of_the_model_or_of_what_is_beside_it(loss_of):
     trial.check_equal()
 
 
+class Recurrent(nn.Module):
+    """Returns its state beside the logits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(500, 128), nn.Linear(128, 500)
+        self.layers = nn.LSTM(128, 128, 2, batch_first=True)
+
+    def forward(self, ids: torch.Tensor) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
+        hidden, state = self.layers(self.embed(ids))
+        return self.head(hidden), state
+
+
+def test_gradients_are_not_held_where_the_loss_leaves_out_an_output():
+    torch.manual_seed(0)
+    net = Recurrent()
+    ids, optimizer = torch.randint(500, (16, 64)), torch.optim.SGD(net.parameters(), lr=0.01)
+    resident = sum(p.nbytes for p in net.parameters()) + ids.nbytes
+    planner.within(net, "65%", time_limit=1)
+
+    def step() -> None:
+        logits, _ = net(ids)
+        F.cross_entropy(logits.flatten(0, 1), ids.flatten()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    peaks = [resident + record.peak_bytes for record in record_stages([step] * 4)]
+    plan = planner.status(net).plan
+    assert plan.spec.regions[0].cotangents == (True, False, False)
+    assert max(peaks[2:]) <= plan.peak_bytes
+
+
 @pytest.mark.parametrize("reduce", [torch.sum, torch.mean, lambda output: 2 * output[:, 0].sum()],
                          ids=["sum", "mean", "a part"])
 def test_a_scalar_that_the_loop_makes_itself_is_counted_to_the_byte(reduce):
