@@ -214,7 +214,7 @@ def record_step(fake_copy: FakeCopy, run_step: RunStep, workspace: Workspace,
     if getattr(fake_copy.mode, "told_values", False):
         for name, _ in named_inputs(fake_copy):
             recording.asked.setdefault(name, "")
-    if code is not None and code.is_complete:
+    if code is not None and code.is_complete and (captures_rest or not blocks):
         recording.code, code.blocks = code, tuple(blocks)
     return recording
 

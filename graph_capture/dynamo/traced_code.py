@@ -93,7 +93,7 @@ class TracedCode:
         kind = (type(module), hooks_within(module),
                 tuple(parameter.requires_grad for parameter in module.parameters()))
         if kind not in self._functions:
-            self._functions[kind] = compile_forward(type(module).__name__, self)
+            self._functions[kind] = compile_forward(type(module).__name__, self, dynamic=None)
         return self._functions[kind]
 
     def forward_of(self, model: nn.Module) -> Callable[..., Any]:
