@@ -29,7 +29,7 @@ from planner.solvers.nested import nested
 from planner.solvers.sqrt_n import sqrt_n
 from planner.solvers.task import Algorithm, Proposal, Task
 
-WORK, WORK_PER_OP = 4.0, 5e-4
+WORK, WORK_PER_OP = 2.5, 5e-4
 """Default work (see `solvers.milp.MilpResult`) of the whole search."""
 WORK_OF_GAP, WIDEST_GAP = 100.0, 0.2
 """Additional work of a default search, times the gap that the first turns leave, or at most this
