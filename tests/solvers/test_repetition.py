@@ -7,9 +7,11 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from ortools.math_opt.python import mathopt
 
 from planner.solvers import Op, Problem, Segment, Storage, simulate, unroll
 from planner.solvers.cut_model import CutModel
+from planner.solvers.milp import optimise
 from planner.solvers.repetition import LEAST_SPARED, runs_of
 from tests.support.oracle_small import cheapest
 from tests.support.problems import all_runs, repeated
@@ -73,6 +75,10 @@ def test_with_one_cut_nothing_is_lost_by_counting(layers: int, fraction: float,
     models = [CutModel(problem, budget, (timeline.peak_position,), runs=r) for r in ((), runs)]
     apart, counted = (model.solve(SECONDS) for model in models)
     assert apart.solved and counted.solved
+    costs = [model.cost_unit * mathopt.evaluate_expression(
+        model.mip.objective.as_linear_expression(), optimise(model.mip, SECONDS).values)
+             for model in models]
+    assert costs[1] == pytest.approx(costs[0], rel=1e-6)
     assert counted.extra_bound == pytest.approx(apart.extra_bound, rel=1e-6)
     for solution in (apart, counted):
         held = sum(problem.storages[s].size_bytes for s in solution.retained[0])
