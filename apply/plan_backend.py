@@ -106,8 +106,25 @@ class _Scheduled:
                                    match.lowered, graphs), region.cotangents)
 
 
+class _Running:
+    """Base of graphs that run under the schedule chosen last."""
+
+    __slots__ = ()
+    running: _Scheduled | None
+
+    def forward(self, args: list[Any]) -> tuple[Sequence[Any], torch.Tensor]:
+        """Outputs of the forward, and the tensor that carries what is saved."""
+        assert self.running is not None
+        return self.running.graphs.run_forward(args, self.running.run_backward)
+
+    def cotangents(self) -> Sequence[bool]:
+        """For each differentiable output, whether its gradient is planned."""
+        assert self.running is not None
+        return self.running.cotangents
+
+
 @dataclass(slots=True, eq=False)
-class _Traced:
+class _Traced(_Running):
     """A traced graph whose schedule can be exchanged; blocks that run it have one each."""
 
     module: fx.GraphModule
@@ -122,19 +139,9 @@ class _Traced:
     """Code that runs instead in blocks of which it is not the plan's graph."""
     running: _Scheduled | None = None
 
-    def forward(self, args: list[Any]) -> tuple[Sequence[Any], torch.Tensor]:
-        """Outputs of the forward, and the tensor that carries what is saved."""
-        assert self.running is not None
-        return self.running.graphs.run_forward(args, self.running.run_backward)
-
-    def cotangents(self) -> Sequence[bool]:
-        """For each differentiable output, whether its gradient is planned."""
-        assert self.running is not None
-        return self.running.cotangents
-
 
 @dataclass(slots=True, eq=False)
-class _AnySize:
+class _AnySize(_Running):
     """A traced graph with symbolic sizes, which values decide: it runs under the plan's schedule
     wherever no size is larger than planned."""
 
@@ -156,16 +163,6 @@ class _AnySize:
 
     def __post_init__(self) -> None:
         self.sizes = Sizes.of(primals_of(self.joint))
-
-    def forward(self, args: list[Any]) -> tuple[Sequence[Any], torch.Tensor]:
-        """Outputs of the forward, and the tensor that carries what is saved."""
-        assert self.running is not None
-        return self.running.graphs.run_forward(args, self.running.run_backward)
-
-    def cotangents(self) -> Sequence[bool]:
-        """For each differentiable output, whether its gradient is planned."""
-        assert self.running is not None
-        return self.running.cotangents
 
     def scheduled(self, spec: RewriteSpec, match: Match, values: Values, unplanned: Unplanned
                   ) -> _Scheduled:

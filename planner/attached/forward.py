@@ -150,8 +150,9 @@ class PlanningForward(ObservingForward):
         """Calls whose gradients are differentiated again."""
         self._plain_values = PlainValues(self._name)
         self._has_other_loss = False
-        self._other_calls_refused = 0
         """True if the loop has differentiated outputs beside the model's own loss."""
+        self._other_calls_refused = 0
+        """Plans in a row that did not fit a call of other sizes than theirs."""
         self._symbolic = SymbolicGraphs(self.__self__, self.inner)
         self._begin_observing()
 
