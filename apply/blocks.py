@@ -108,6 +108,11 @@ class PlannedBlocks:
                             if name not in self._code_of and type(others(name)) in kinds
                             ) if may_vary else ()
 
+    def take_larger(self) -> None:
+        """As `PlannedCode.take_larger`."""
+        for code in self._codes.values():
+            code.take_larger()
+
     def compare_with(self, earlier: Code) -> None:
         """Like `PlannedCode.compare_with`."""
         found = {} if not isinstance(earlier, PlannedBlocks) else earlier._code_of
@@ -139,9 +144,10 @@ class PlannedBlocks:
               in_place_of_forwards((block, self._call_of(name, block, code))
                                    for name, block, code in blocks),
               called_unseen(unseen)):
+            for code in self._codes.values():
+                code.is_trial = self.is_trial and not self._may_vary
             if rest is None:
                 return call_forward(module, own, *args, **kwargs)
-            rest.is_trial = self.is_trial
             result = rest(module, own, *args, **kwargs)
             self._runs += rest.planned_runs
             self._did_more_outside |= rest.did_more_outside

@@ -92,7 +92,8 @@ class InductorBackend(PlanBackend):
                 return run
             cotangents = found.region.cotangents
             planned = inputs[len(inputs) - len(cotangents):]
-            return checked_backward(run, planned, cotangents, self._note_unplanned)
+            return checked_backward(run, planned, cotangents, found.lowered.joint.read_cotangents,
+                                    self._note_unplanned)
 
         passes: list[SchedulerPass] = [KernelOrder(self._spec.kernel_order)]
         settings: dict[str, Any] = {}

@@ -101,7 +101,8 @@ class _Scheduled:
         cotangents = [node.meta["val"] for node in match.lowered.joint.cotangents]
         scheduled = ScheduledGraphs.of(graphs, match.lowered)
         return cls(place, scheduled,
-                   checked_backward(scheduled.backward, cotangents, region.cotangents, unplanned),
+                   checked_backward(scheduled.backward, cotangents, region.cotangents,
+                                    match.lowered.joint.read_cotangents, unplanned),
                    places_to_watch(outputs_let_go(spec, match.index, match.lowered),
                                    match.lowered, graphs), region.cotangents)
 
@@ -175,7 +176,8 @@ class _AnySize(_Running):
         graphs, watched = self.rewritten[match.index]
         like = cotangents_at(lowered, self.sizes, values)
         return _Scheduled(match.index, graphs, checked_backward(
-            graphs.backward, like, region.cotangents, unplanned), watched, region.cotangents)
+            graphs.backward, like, region.cotangents, lowered.joint.read_cotangents, unplanned),
+            watched, region.cotangents)
 
 
 class PlanBackend(OutputWatcher):
@@ -202,6 +204,8 @@ class PlanBackend(OutputWatcher):
         self.may_take_other_paths = False
         """True if values of tensors decide what runs behind a graph, and so through which of its
         outputs gradients come: then its inputs are held for them."""
+        self.takes_larger = False
+        """True if larger sizes, which values decide, run under the schedule planned for smaller."""
         self.compilations = 0
         """Number of graphs compiled so far."""
         self.has_run = False
@@ -544,12 +548,13 @@ class PlanBackend(OutputWatcher):
 
         def backward(graph: fx.GraphModule, _: object) -> Callable[..., Any]:
             found = match()
-            cotangents = found.region.cotangents if found else ()
-            count = len(cotangents)
-            planned = [node.meta["val"] for node in graph.graph.find_nodes(op="placeholder")
-                       ][-count:] if count else []
+            if found is None:
+                return boxed_callable(graph)
+            cotangents = found.region.cotangents
+            inputs = graph.graph.find_nodes(op="placeholder")
+            planned = [node.meta["val"] for node in inputs[len(inputs) - len(cotangents):]]
             return checked_backward(boxed_callable(graph), planned, cotangents,
-                                    self._note_unplanned)
+                                    found.lowered.joint.read_cotangents, self._note_unplanned)
 
         return aot_backend(partition, forward, backward)(module, list(inputs))
 
@@ -616,7 +621,8 @@ class PlanBackend(OutputWatcher):
                     difference = self._why_not_served(
                         region.region_signature, region_signature(sized), difference)
                 if difference is None:
-                    difference = difference_from_step(self._spec, index, sized)
+                    difference = difference_from_step(
+                        self._spec, index, sized, may_be_larger=self.takes_larger)
             if difference is None:
                 return Match(index, region, lowered, is_resized)
             first_difference = first_difference or difference
@@ -634,7 +640,7 @@ class PlanBackend(OutputWatcher):
         if not (planned.serves(found) or has_control_flow):
             return difference
         larger = planned.first_larger(found)
-        if larger is None:
+        if larger is None or self.takes_larger:
             return None
         return (f"{difference}, and with these inputs a tensor takes {larger[1]:,} bytes where the "
                 f"plan has {larger[0]:,}: a plan serves inputs up to the size it was made with")
@@ -737,14 +743,16 @@ def _refuse(mismatch: PlanMismatch) -> None:
 
 def checked_backward(
     run: Callable[[list[Any]], Any], planned: Sequence[Layout], cotangents: Sequence[bool],
-    unplanned: Unplanned = _refuse,
+    read: Sequence[frozenset[int]], unplanned: Unplanned = _refuse,
 ) -> Callable[[list[Any]], Any]:
     """Return the backward `run` with a check of its last arguments, the cotangents.  Missing
-    gradients that the plan relies on become zeros like `planned`; `unplanned` is called for a
-    gradient through an output that the plan assumed to have none."""
+    gradients that the plan relies on become zeros like `planned`, and what is made of them alone is
+    `None`, as in plain autograd; `read`: which cotangents each result is made of.  `unplanned` is
+    called for a gradient through an output that the plan assumed to have none."""
 
     def call(args: list[Any]) -> Any:
         first = len(args) - len(cotangents)
+        absent = set[int]()
         for index, expected in enumerate(cotangents):
             is_given = args[first + index] is not None
             if is_given and not expected:
@@ -757,6 +765,11 @@ def checked_backward(
                 like = planned[index]
                 args[first + index] = torch.zeros(
                     like.shape, dtype=like.dtype, device=like.device)
-        return run(args)
+                absent.add(index)
+        gradients = run(args)
+        if not absent:
+            return gradients
+        return tuple(None if places and places <= absent else gradient
+                     for gradient, places in zip(gradients, read, strict=True))
 
     return boxed(call)

@@ -74,6 +74,10 @@ class CompiledCode:
         self._sizes_vary = sizes_vary
         self._backend.may_take_other_paths = may_take_other_paths
 
+    def take_larger(self) -> None:
+        """From now on, run larger sizes, which values decide, under the plan's schedule, too."""
+        self._backend.takes_larger = True
+
     def compare_with(self, earlier: object) -> None:
         """Take what ran outside of the regions of earlier code of the same graph for what was
         planned, instead of what does in the first call."""

@@ -19,11 +19,12 @@ from planner._graph_capture.joint_graph.lower import LoweredOp, LoweredRegion
 from planner._graph_capture.training_graph import Phase, TrainingOp
 
 
-def difference_from_step(spec: RewriteSpec, index: int, lowered: LoweredRegion) -> str | None:
+def difference_from_step(spec: RewriteSpec, index: int, lowered: LoweredRegion, *,
+                         may_be_larger: bool = False) -> str | None:
     """Describe the first op that differs between the rewrite spec and the region, its `index`-th;
     `None` if there is none, and for a rewrite spec without a step.
 
-    Sizes may be smaller than stated.
+    Sizes may be smaller than stated; larger ones only with `may_be_larger`.
     """
     if not spec.ops:
         return None
@@ -33,7 +34,7 @@ def difference_from_step(spec: RewriteSpec, index: int, lowered: LoweredRegion) 
     if spec.regions[index].elided != lowered.elided:
         return (f"the plan makes no outputs {list(spec.regions[index].elided)} of region "
                 f"{index}, the model's code can do without {list(lowered.elided)}")
-    return _Comparison(spec, index, lowered, planned).first_difference()
+    return _Comparison(spec, index, lowered, planned, may_be_larger).first_difference()
 
 
 def outputs_let_go(spec: RewriteSpec, index: int, lowered: LoweredRegion) -> tuple[int, ...]:
@@ -58,7 +59,8 @@ def outputs_let_go(spec: RewriteSpec, index: int, lowered: LoweredRegion) -> tup
 
 class _Comparison:
     def __init__(self, spec: RewriteSpec, index: int, lowered: LoweredRegion,
-                 planned: Sequence[TrainingOp]) -> None:
+                 planned: Sequence[TrainingOp], may_be_larger: bool) -> None:
+        self._may_be_larger = may_be_larger
         self._spec, self._region, self._lowered = spec, spec.regions[index], lowered
         self._is_eager = spec.backend == "eager"
         self._pairs = list(zip(lowered.ops, planned, strict=True))
@@ -101,12 +103,12 @@ class _Comparison:
         for storage, buffer in zip(op.outputs, planned.outputs, strict=True):
             stated, found = (self._spec.buffers[buffer].size_bytes,
                              self._lowered.storages[storage].size_bytes)
-            if found > stated:
+            if found > stated and not self._may_be_larger:
                 return f"makes {stated:,} bytes, it makes {found:,}"
         sample = next(iter(tensors_of(op.node.meta.get("val"))), None)
         if sample is not None and not planned.pinned:
             needed = op.replay.state_bytes(sample.device)
-            if needed > planned.replay_state_bytes:
+            if needed > planned.replay_state_bytes and not self._may_be_larger:
                 return (f"holds {planned.replay_state_bytes:,} bytes to run again, it holds "
                         f"{needed:,}")
         for buffer in planned.inplace:

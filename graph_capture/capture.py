@@ -250,7 +250,8 @@ def capture_step(
     backend: str = "eager", cost_model: str = "roofline", probe: bool = True,
     accumulated: bool = False, regions: str | Sequence[str] | None = None,
     autocast: torch.dtype | None = None, holds_output: bool = True,
-    answers: tuple[Any, ...] | None = None, probe_headroom: ProbeHeadroom | None = None,
+    answers: tuple[Any, ...] | None = None, larger_answers: tuple[Any, ...] | None = None,
+    probe_headroom: ProbeHeadroom | None = None,
     progress: Progress | None = None, chunks: Chunks = (),
     make_layout: Callable[[FakeCopy], RankLayout] | None = None,
     symbolic: SymbolicStep | None = None,
@@ -269,15 +270,16 @@ def capture_step(
     of them, of which nothing could be recomputed, or where nothing is captured.
     `accumulated`: several steps add up their gradients, and one but the first is to be looked at as
     well.  `answers`: the values of tensors that the model's code asks for, in order; such a step is
-    captured in regions.  `holds_output`: the caller holds the model's output until the backward
-    ends, not only until the loss is made.  `make_layout`: the step is that of one rank of a
-    data-parallel run, which holds the model so.  `probe_headroom`: what running single ops may take
-    where a loop has begun to train.  `chunks`: the numbers of chunks in which the
-    widest part of the step and the insides of layers may run.  `symbolic`: the step's graph,
-    captured before with symbolic sizes; nothing is traced but the plain step.  `early`:
-    gradients that the loop uses and frees as they come; with `optimizer_in_backward` these are all,
-    for `optimizer`.  `keeps_code`: what is compiled of a model on a device that is present is kept
-    for it to run; `code`: what was kept before of the same step.
+    captured in regions.  `larger_answers`: the same where what it selects is larger: the graph has
+    these sizes, and the plain step those of `answers`.  `holds_output`: the caller holds the
+    model's output until the backward ends, not only until the loss is made.  `make_layout`: the
+    step is that of one rank of a data-parallel run, which holds the model so.  `probe_headroom`:
+    what running single ops may take where a loop has begun to train.  `chunks`: the numbers of
+    chunks in which the widest part of the step and the insides of layers may run.  `symbolic`: the
+    step's graph, captured before with symbolic sizes; nothing is traced but the plain step.
+    `early`: gradients that the loop uses and frees as they come; with `optimizer_in_backward` these
+    are all, for `optimizer`.  `keeps_code`: what is compiled of a model on a device that is present
+    is kept for it to run; `code`: what was kept before of the same step.
 
     Raises `CaptureError` where the model cannot be captured, and `ValueError` for a `keep` that
     names nothing in the model.
@@ -313,6 +315,7 @@ def capture_step(
     unforced = replace(fake_copy, kwargs={
         name: value for name, value in fake_copy.kwargs.items() if name in kwargs})
     tracing = Tracing(unforced, fake_loss, costs.workspace_bytes, holds_output, layout, early or {})
+    fake_copy = replace(fake_copy, answers=larger_answers or answers)
 
     def record(fake_copy: FakeCopy, blocks: Sequence[str], captures_rest: bool = False,
                keeps_code: bool = keeps_code, code: TracedCode | None = None) -> Recording:

@@ -12,7 +12,10 @@ integers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+import math
+import operator
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -74,6 +77,51 @@ def data_dependent_values(model: nn.Module, call: Callable[[], object]) -> tuple
     finally:
         state.restore()
     return tuple(recorder.values)
+
+
+_ROOM = 0.25
+"""By how much more than the most seen so far is captured of a selection that varies."""
+
+
+def with_larger_selections(answers: tuple[Answer, ...], earlier: Iterable[tuple[Answer, ...]]
+                           ) -> tuple[Answer, ...] | None:
+    """Answers that serve other calls, too: each size that differed from that of an `earlier` call
+    is the largest of them and a quarter more.  `None` if none differed."""
+    kinds = [answer.op for answer in answers]
+    like = [other for other in earlier if [answer.op for answer in other] == kinds]
+    found = tuple(_larger_selection(alike) for alike in zip(answers, *like, strict=True))
+    return None if all(map(operator.is_, found, answers)) else found
+
+
+def _larger_selection(alike: Sequence[Answer]) -> Answer:
+    """The first of several calls' answers, with the largest size."""
+    answer = alike[0]
+    leaves, structure = pytree.tree_flatten(answer.value)
+    seen = [pytree.tree_leaves(other.value) for other in alike]
+    if answer.op in VALUE_OPS or len({*map(len, seen)}) > 1:
+        return answer
+    most = max(each.most_selected for each in alike)
+
+    def larger(sizes: set[int]) -> int:
+        largest = max(sizes)
+        return largest if len(sizes) == 1 else max(
+            largest, min(most, math.ceil((1 + _ROOM) * largest)))
+
+    sizes = [tuple(larger({*of_dim}) for of_dim in zip(*(leaf.shape for leaf in of_leaf),
+                                                       strict=True))
+             for of_leaf in zip(*seen, strict=True)]
+    if sizes == [tuple(leaf.shape) for leaf in leaves]:
+        return answer
+    made = [_of_size(leaf, size) for leaf, size in zip(leaves, sizes, strict=True)]
+    return replace(answer, value=pytree.tree_unflatten(made, structure), operands=(
+        answer.operands if len({each.operands for each in alike}) == 1 else None))
+
+
+def _of_size(leaf: torch.Tensor, size: tuple[int, ...]) -> torch.Tensor:
+    """A dense meta tensor with its dimensions in the order in memory that those of `leaf` have."""
+    order = sorted(range(leaf.dim()), key=leaf.stride, reverse=True)
+    made = torch.empty([size[dim] for dim in order], dtype=leaf.dtype, device="meta")
+    return made.permute([order.index(dim) for dim in range(leaf.dim())])
 
 
 def decides_by_values(answers: tuple[Answer, ...] | None) -> bool:

@@ -122,6 +122,14 @@ class Answer:
         """True if the answer may be that of this call."""
         return self.op is op and self.operands in (None, _operands(args))
 
+    @property
+    def most_selected(self) -> int:
+        """The number of elements that a mask among the operands has, or any of them."""
+        operands = self.operands or ()
+        masks = [shape for shape, dtype in operands if dtype in (torch.bool, torch.uint8)]
+        return max((shape.numel() for shape in masks or [shape for shape, _ in operands]),
+                   default=0)
+
 
 def _operands(args: tuple[Any, ...]) -> tuple[tuple[torch.Size, torch.dtype], ...]:
     return tuple((tensor.shape, tensor.dtype) for tensor in tensors_of(args))
@@ -271,9 +279,13 @@ class StorageLessMode(InfraMode):
                    if answer.is_for(func, args)]
         if not fitting:
             return None
-        # An op such as one_hot asks by itself, and not where it is captured.
-        number = next((number for number in fitting
-                       if self._answers[number].place in (None, here)), fitting[0])
+        # An op such as one_hot asks by itself, and not where it is captured.  The place may be
+        # wrong in code that Dynamo has made, which does not skip what selects.
+        selects = next((number for number, answer in enumerate(self._answers)
+                        if answer.op not in VALUE_OPS), len(self._answers))
+        near = [number for number in fitting if number < selects] or fitting
+        number = next((number for number in near
+                       if self._answers[number].place in (None, here)), near[0])
         answer = self._answers[number]
         del self._answers[:number + 1]
         return answer

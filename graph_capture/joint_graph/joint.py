@@ -71,6 +71,18 @@ class JointGraph:
         return tuple(place for place in range(len(self.forward_outputs))
                      if place not in self.mutations)
 
+    @property
+    def read_cotangents(self) -> tuple[frozenset[int], ...]:
+        """For each output of the backward, the places of the cotangents that it is made of."""
+        found: dict[fx.Node, frozenset[int]] = {
+            node: frozenset({place}) for place, node in enumerate(self.cotangents)}
+        for node in self.graph.nodes:
+            if node not in found:
+                found[node] = frozenset().union(*(found[each] for each in node.all_input_nodes))
+        returned: Any = self.output.args[0]
+        return tuple(found.get(each, frozenset())
+                     for each in returned[len(self.forward_outputs):])
+
     def described_anew(self) -> JointGraph:
         """The description of the same graph after some of its outputs were replaced."""
         return _described(self.graph, self.owner, self.primals, self.cotangents,

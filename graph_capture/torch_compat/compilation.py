@@ -40,6 +40,7 @@ from torch._dynamo.exc import BackendCompilerFailed as BackendCompilerFailed
 from torch._dynamo.exc import TorchDynamoException as TorchDynamoException
 from torch._dynamo.exc import unimplemented
 from torch._dynamo.output_graph import OutputGraph
+from torch._dynamo.polyfills.builtins import enumerate as _traced_enumerate
 from torch._dynamo.symbolic_convert import InstructionTranslatorBase
 from torch._dynamo.types import FrameAction, FrameExecStrategy
 from torch._dynamo.variables.lists import TupleVariable
@@ -175,9 +176,11 @@ def compile_settings(*, donated_buffers: bool = False) -> Iterator[None]:
         mock.patch.object(TensorVariable, "method___setitem__", _assign),
         lstm_shapes_at_once(),
         mock.patch.object(OutputGraph, "create_proxy", _create_proxy),
-        # Dynamo can break inside of an iteration over a tuple, but not over the values of a dict.
+        # Dynamo can break inside of an iteration over a tuple, but not over the values of a dict,
+        # and not inside of a generator.
         mock.patch.object(nn.ModuleList, "__iter__", _over_tuple),
         mock.patch.object(nn.Sequential, "__iter__", _over_tuple),
+        mock.patch.object(_traced_enumerate, "__torch_dynamo_polyfill__", _enumerate),
         # torch 2.11 cannot log a set of functions; where a graph breaks, code runs as written.
         _quiet("torch._dynamo.metrics_context", "torch._dynamo.exc"),
     ):
@@ -189,6 +192,16 @@ def compile_settings(*, donated_buffers: bool = False) -> Iterator[None]:
 
 def _over_tuple(modules: nn.Module) -> Iterator[nn.Module | None]:
     return iter(tuple(modules._modules.values()))
+
+
+_plain_enumerate: Callable[..., Any] = getattr(_traced_enumerate, "__torch_dynamo_polyfill__")  # noqa: B009
+
+
+def _enumerate(iterable: Any, start: int = 0) -> Any:
+    """Dynamo's `enumerate`."""
+    if isinstance(iterable, list | tuple | nn.ModuleList | nn.Sequential):
+        return iter(tuple(zip(range(start, start + len(iterable)), iterable, strict=True)))
+    return _plain_enumerate(iterable, start)
 
 
 _may_loop = InstructionTranslatorBase.maybe_has_backedge

@@ -117,6 +117,12 @@ _DIFFERENTIATED_AGAIN = (
 
 _MOST_REFUSED = 2
 """Plans in a row that did not fit a call of other sizes, after which none is tried for one."""
+_MOST_SELECTIONS = 3
+"""Plans of one call, which selects by values, after which none is made for larger selections."""
+_SELECTS_MORE = (
+    "the sizes of a step depend on values, and grow beyond what was planned again and again: from "
+    "here on, larger ones run under the schedule planned for smaller ones, and a step may take "
+    "more than the budget")
 _COMPILED_EACH_TIME = 5
 """Calls in a row of one planned graph in which code is compiled, before a warning says so."""
 _IS_COMPILED_EACH_TIME = (
@@ -153,6 +159,8 @@ class PlanningForward(ObservingForward):
         """True if the loop has differentiated outputs beside the model's own loss."""
         self._other_calls_refused = 0
         """Plans in a row that did not fit a call of other sizes than theirs."""
+        self._may_select_more = True
+        """True if steps may be planned for larger selections by values than they make."""
         self._symbolic = SymbolicGraphs(self.__self__, self.inner)
         self._begin_observing()
 
@@ -326,7 +334,7 @@ class PlanningForward(ObservingForward):
             self._bring_up_to_date(graph, call, present, args, kwargs)
             # A mismatch may show only after a part has run; then the next graph starts from the
             # beginning.
-            is_trial = graph.has_control_flow or (
+            is_trial = (graph.has_control_flow and not graph.takes_larger) or (
                 graph is not known and bool(graph.plan.spec.blocks))
             try:
                 output = self._run(graph, args, kwargs, is_trial=is_trial)
@@ -340,6 +348,10 @@ class PlanningForward(ObservingForward):
                     self._other_calls_refused += 1
                 refusal = str(self.explained(graph.plan.spec, error, call))
             gc.collect()  # the error's frames keep results alive
+        same = [graph for graph in self.graphs if graph.call == call]
+        if len(same) >= _MOST_SELECTIONS and same[0].take_larger():
+            self.steps.warn(_SELECTS_MORE)
+            return self._step(call, same[0], present, args, kwargs)
         if self.graphs and self.settings.on_new == "refuse":
             raise self._refusal(call, refusal)
         if refusal and any(graph.planner is None for graph in self.graphs):
@@ -352,11 +364,14 @@ class PlanningForward(ObservingForward):
             if symbolic is not None and (found := self._symbolic_step(
                     symbolic, call, named, present, args, kwargs)):
                 return found
+        selects_more = graph.planner is not None and graph.planner.selects_more
         try:
-            return graph, self._run(graph, args, kwargs)
+            return graph, self._run(graph, args, kwargs, is_trial=selects_more)
         except PlanMismatch:
-            if graph.code.has_begun:
+            if graph.code.has_begun and not selects_more:
                 raise
+        if selects_more:  # its code goes another way where it does
+            self._may_select_more = False
         # The model sets something up in its first call, which so far only a copy has had.
         self.graphs.remove(graph)
         restore = ModelState(self.__self__).restore
@@ -475,6 +490,9 @@ class PlanningForward(ObservingForward):
         settings, module = self.settings, self.__self__
         planners = [(graph.call, graph.planner) for graph in self.graphs
                     if graph.planner is not None]
+        # The same call goes another way if values decide it.
+        same = next((graph for graph in self.graphs if graph.call == call
+                     and graph.planner is not None and not graph.is_provisional), None)
         with self._planning() as watch:
             planner = GraphPlanner(
                 module, args, kwargs, settings.planning, settings.limit, settings.batches_ahead,
@@ -483,13 +501,26 @@ class PlanningForward(ObservingForward):
                 is_whole=any(each.is_whole for _, each in planners),
                 has_control_flow=any(
                     each.has_control_flow for other, each in planners
-                    if other is not None and other.without_sizes == call.without_sizes))
+                    if other is not None and other.without_sizes == call.without_sizes),
+                earlier_answers=[each.answers for other, each in planners
+                                 if other == call] if self._may_select_more else (),
+                known=None if same is None else same.known)
             graph = PlannedGraph(call, planner)
             graph.note(present)
             self._share_step(graph)
+            if same is not None:
+                graph.loss = same.loss
             graph.lives = self._expected_output(planner)
             self._look_outside(graph, args, kwargs)
-            self._plan(graph, self._known(graph, present), call, args, kwargs)
+            try:
+                self._plan(graph, self._known(graph, present), call, args, kwargs)
+            except InfeasibleBudget:
+                if not planner.selects_more:
+                    raise
+                self._may_select_more = False
+                planner.capture_as_selected(module, args, kwargs,
+                                            None if same is None else same.known)
+                self._plan(graph, self._known(graph, present), call, args, kwargs)
             watch.conclude(f": {summarize(graph.plan)}")
         self._compare_values_call(graph.plan, planner.values_bytes)
         self.graphs.insert(0, graph)

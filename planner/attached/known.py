@@ -48,7 +48,10 @@ from planner._graph_capture.dynamo.blocks import (
 )
 from planner._graph_capture.dynamo.traced_code import TracedCode
 from planner._graph_capture.errors import CaptureError, DataDependentValue
-from planner._graph_capture.fake_copies.data_dependent_values import data_dependent_values
+from planner._graph_capture.fake_copies.data_dependent_values import (
+    data_dependent_values,
+    with_larger_selections,
+)
 from planner._graph_capture.fake_copies.fake import in_own_containers
 from planner._graph_capture.fake_copies.input_values import named_inputs
 from planner._graph_capture.fake_copies.storage_less import Answer
@@ -146,13 +149,17 @@ class GraphPlanner:
                  stepping: Callable[[], Sequence[Optimizer]] = tuple,
                  symbolic: SymbolicStep | None = None, earlier: Searched | None = None,
                  early: EarlyGradients | None = None, is_whole: bool = False,
-                 has_other_loss: bool = False, has_control_flow: bool = False) -> None:
+                 has_other_loss: bool = False, has_control_flow: bool = False,
+                 earlier_answers: Sequence[tuple[Answer, ...]] = (), known: Known | None = None
+                 ) -> None:
         """Capture the step; raises `CaptureError`.  `batches_ahead`: how many batches the caller
         holds beside this one; `stepping`: the optimizers that were seen so far; `symbolic`: the
         step's graph, where it was captured before with symbolic sizes; `earlier`: a plan of that
         graph at other sizes; `early`: gradients that hooks free as they come; `is_whole`: a deep
         model is one region, too; `has_other_loss`: the loss may be of any of the outputs, though
-        one of them is a loss; `has_control_flow`: as it was found in a call of other sizes."""
+        one of them is a loss; `has_control_flow`: as it was found in a call of other sizes;
+        `earlier_answers`: of such calls that selected otherwise, for which there is to be room;
+        `known`: what such a call has shown of the step."""
         self.is_whole = is_whole
         """True if no plan by blocks fits, so that a deep model is one region, too."""
         self.chose_blocks = False
@@ -166,13 +173,22 @@ class GraphPlanner:
         self._has_captured = False
         self.has_control_flow = has_control_flow
         """True if values of tensors decide the step's control flow."""
+        self.answers: tuple[Answer, ...] = ()
+        """The values that the call asks for."""
+        self.selects_more = False
+        """True if the graph has larger selections than the call."""
+        self._earlier_answers = earlier_answers
         self.values_bytes = 0
         """What the call without gradients that learned them took, above the resident memory."""
-        self._capture(model, args, dict(kwargs), planning, earlier)
+        if known is None:
+            self._capture(model, args, dict(kwargs), planning, earlier)
+        else:
+            self.capture_again(model, args, kwargs, known)
         self.saved_bytes = 0
         """Memory that a call keeps from the end of its forward to its backward, under the last
         plan."""
-        self.loss_is_outside = self._step.baseline.loss.is_missing
+        self.loss_is_outside = (self._step.baseline.loss.is_missing if known is None
+                                else known.loss is not None)
         """True if the caller computes the loss, by unknown code."""
 
     def _capture(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
@@ -222,11 +238,19 @@ class GraphPlanner:
                     log.info("%s asks for values of tensors: its step is planned in the regions "
                              "that lie between, as this call takes them", type(model).__name__)
             if self.has_control_flow and not self.chose_blocks:
-                answers = self._values_for(model, args, kwargs)
-                try:
-                    self._step = capture(answers=answers)
-                except DataDependentValue as error:
-                    raise CaptureError(f"{error.what or error}, {_NOT_FOLLOWED}") from error
+                self.answers = self._values_for(model, args, kwargs)
+                self.selects_more = False
+                larger = with_larger_selections(self.answers, self._earlier_answers)
+                if larger is not None:
+                    # Sizes that go together may not grow alike.
+                    with suppress(CaptureError):
+                        self._step = capture(answers=self.answers, larger_answers=larger)
+                        self.selects_more = True
+                if not self.selects_more:
+                    try:
+                        self._step = capture(answers=self.answers)
+                    except DataDependentValue as error:
+                        raise CaptureError(f"{error.what or error}, {_NOT_FOLLOWED}") from error
         # On one device, the loop's other memory is measured: `planner.attached.held`.
         held_bytes = 0 if self.is_alone else self._batches_ahead * self._input_bytes
         if self._parallel is None and wrapping_data_parallel() is not None:
@@ -330,6 +354,15 @@ class GraphPlanner:
         self._capture(model, args, dict(kwargs), planning)
         self._captured_with = known.loss
         self._captured_without_output = known.lets_output_go
+
+    def capture_as_selected(self, model: nn.Module, args: tuple[Any, ...],
+                            kwargs: Mapping[str, Any], known: Known | None) -> None:
+        """Take the graph with the selections that the call makes."""
+        self._earlier_answers = ()
+        if known is None:
+            self._capture(model, args, dict(kwargs), self._planning)
+        else:
+            self.capture_again(model, args, kwargs, known)
 
     def _may_free(self, planning: Planning) -> bool:
         return self.is_alone and planning.accumulation == 1 and planning.backend == "eager"

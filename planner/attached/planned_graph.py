@@ -78,6 +78,8 @@ class PlannedGraph:
         self.compared: WeakSet[PlannedGraph] = WeakSet()
         """Other graphs, of the largest plain step of which a percentage is taken where that of its
         own step cannot be met."""
+        self.takes_larger = False
+        """True if larger sizes, which values decide, run under its schedule, too."""
         self.is_kept = False
         """True if a backward kept what a call saves for another (`retain_graph=True`): then what
         the plan recomputes is kept, too."""
@@ -110,8 +112,20 @@ class PlannedGraph:
         else:
             code.fall_back(with_least_memory, may_take_other_paths=self.has_control_flow,
                            sizes_vary=sizes_vary)
+        if self.takes_larger:
+            code.take_larger()
         if isinstance(earlier, PlannedCode | PlannedBlocks):
             code.compare_with(earlier)
+
+    def take_larger(self) -> bool:
+        """Run larger sizes, which values decide, under the plan's schedule, too; return whether
+        that is possible and new."""
+        if self.takes_larger or not (self.has_control_flow and isinstance(
+                self.code, PlannedCode | PlannedBlocks)):
+            return False
+        self.takes_larger = True
+        self.code.take_larger()
+        return True
 
     @property
     def is_one_graph(self) -> bool:

@@ -216,3 +216,45 @@ def test_within_sees_what_happens_to_the_output(name):
         resident = plan.resident_bytes - (0 if loss is None else loss.held_bytes)
         assert {resident + peak for peak in peaks[2:]} == {plan.peak_bytes}
     assert plans["dropped"].baseline_peak_bytes < plans["held"].baseline_peak_bytes
+
+
+class TwoHeads(nn.Module):
+    """The second head is in no loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body = nn.Sequential(*(layer for _ in range(3) for layer in (
+            nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 32))))
+        self.first, self.second = nn.Linear(32, 8), nn.Linear(32, 8)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        hidden = self.body(x)
+        return self.first(hidden), self.second(hidden).tanh()
+
+
+@pytest.mark.parametrize("sizes", [(64, 64, 64), (64, 48, 32, 80)], ids=["one size", "any size"])
+@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_parameters_that_the_loss_does_not_reach_get_no_gradient(backend, sizes):
+    """Weight decay and momentum change a parameter whose gradient is zero, but not one without."""
+    plain, net = TwoHeads(), planner.within(TwoHeads(), "90%", backend=backend, time_limit=1)
+    optimizers = [torch.optim.AdamW(each.parameters(), weight_decay=0.1) for each in (plain, net)]
+    before = plain.second.weight.detach().clone()
+    for size in sizes:
+        x = torch.randn(size, 32)
+        for each, opt in zip((plain, net), optimizers, strict=True):
+            each(x)[0].square().mean().backward()
+            assert each.second.weight.grad is each.second.bias.grad is None
+            opt.step()
+            opt.zero_grad()
+    assert torch.equal(net.second.weight, before)
+    for mine, theirs in zip(net.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs)
+
+
+def test_an_applied_plan_gives_parameters_that_the_loss_does_not_reach_no_gradient():
+    net, x = TwoHeads(), torch.randn(64, 32)
+    applied = planner.plan(net, (x,), loss_fn=lambda out: out[0].sum() + out[1].sum()).apply(net)
+    applied(x)[0].sum().backward()
+    assert net.first.weight.grad is not None
+    assert net.second.weight.grad is net.second.bias.grad is None

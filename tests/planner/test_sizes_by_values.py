@@ -12,6 +12,8 @@ from torch import nn
 import planner
 from planner._apply import plan_backend
 from planner._apply.errors import PlanMismatch
+from planner._graph_capture.fake_copies.data_dependent_values import with_larger_selections
+from planner._graph_capture.fake_copies.storage_less import Answer
 from planner._graph_capture.memory.allocator import record_stages
 from planner._graph_capture.module_forward import forward_override
 from planner.attached import known
@@ -448,3 +450,87 @@ def test_code_that_torch_shares_between_blocks_of_other_widths(codes):
             torch.testing.assert_close(mine.grad, theirs.grad, rtol=0, atol=0)
     status = planner.status(model)
     assert status.planned_steps == 4 and status.plans == 2
+
+
+class Mixture(nn.Module):
+    """A mixture of experts as it is written by hand."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.gate = kind, nn.Linear(32, 4)
+        self.experts = nn.ModuleList(
+            nn.Sequential(nn.Linear(32, 256), nn.GELU(), nn.Linear(256, 32)) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weights, chosen = self.gate(x).softmax(-1).topk(2, -1)
+        out = torch.zeros_like(x)
+        if self.kind == "where":
+            for number, expert in enumerate(self.experts):
+                token, rank = torch.where(chosen == number)
+                if token.numel():
+                    out[token] += weights[token, rank, None] * expert(x[token])
+        elif self.kind == "hit":
+            is_chosen = nn.functional.one_hot(chosen, 4).permute(2, 1, 0)
+            for number in is_chosen.sum((-1, -2)).gt(0).nonzero().squeeze(1):
+                rank, token = torch.where(is_chosen[number])
+                out.index_add_(0, token,
+                               self.experts[number](x[token]) * weights[token, rank, None])
+        else:
+            for number, expert in enumerate(self.experts):
+                mask = chosen[:, 0] == number
+                out[mask] = expert(x[mask]) * weights[mask, :1]
+        return x + out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "steps"), [("where", 8), ("mask", 8), ("hit", 2)])
+def test_experts_that_get_more_tokens_in_later_steps(kind, steps):
+    batches = [torch.randn(512, 32, generator=torch.Generator().manual_seed(seed))
+               for seed in range(steps)]
+
+    def run(net: nn.Module) -> tuple[list[float], list[int]]:
+        losses, opt = [], torch.optim.SGD(net.parameters(), lr=0.1)
+
+        def step(x: torch.Tensor) -> None:
+            loss = net(x).square().mean()
+            loss.backward()
+            opt.step()
+            opt.zero_grad()
+            losses.append(loss.item())
+
+        records = record_stages([lambda x=x: step(x) for x in batches])
+        resident = sum(p.numel() * 4 for p in net.parameters()) + batches[0].numel() * 4
+        return losses, [resident + record.peak_bytes for record in records]
+
+    def mixtures() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(*(Mixture(kind) for _ in range(2)))
+
+    losses, peaks = run(mixtures())
+    budget = int(0.97 * max(peaks))
+    net = planner.within(mixtures(), budget, time_limit=1)
+    found, measured = run(net)
+    assert found == losses
+    assert max(measured) <= budget
+    if steps > 2:
+        plans = [graph.planner.selects_more for graph in forward_override(net).graphs]
+        assert plans == [True, False]  # the second one serves all later steps
+
+
+def test_selections_that_differed_between_calls_are_planned_larger():
+    nonzero, item = torch.ops.aten.nonzero.default, torch.ops.aten._local_scalar_dense.default
+    mask = torch.zeros(2, 100, dtype=torch.bool)
+
+    def answers(*rows: int) -> tuple[Answer, ...]:
+        return (Answer.of(item, (mask[0, 0],), 3),
+                *(Answer.of(nonzero, (mask,), torch.empty(2, count, device="meta").t())
+                  for count in rows))
+
+    first = answers(10, 20, 190)
+    assert with_larger_selections(first, []) is None
+    assert with_larger_selections(first, [first, answers(10, 20)]) is None
+    found = with_larger_selections(first, [answers(12, 20, 180), answers(8, 20, 195)])
+    assert found[0] is first[0]
+    assert found[2] is first[2]
+    assert [each.value.shape for each in found[1:]] == [(15, 2), (20, 2), (200, 2)]
+    assert [each.value.stride() for each in found[1:]] == [(1, 15), (1, 20), (1, 200)]
