@@ -23,6 +23,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from planner._apply.errors import PlanMismatch
+from planner._apply.outputs import with_missing_cache
 from planner._apply.plan_backend import Fallback
 from planner._apply.planned_code import (
     DID_MORE_OUTSIDE,
@@ -215,12 +216,13 @@ def run_step(code: Code | CompiledCode, spec: RewriteSpec, module: nn.Module, ow
     random state and buffers are left as they were where the call raises `PlanMismatch`, though a
     part may have run."""
     args, kwargs = with_distinct_tensors(args, {**dict(spec.overrides), **kwargs})
+    finish = with_missing_cache if spec.overrides else lambda output: output
     if not is_trial:
-        return code(module, own, *args, **kwargs)
+        return finish(code(module, own, *args, **kwargs))
     restore = ModelState(module).restore
     code.is_trial = True
     try:
-        return code(module, own, *args, **kwargs)
+        return finish(code(module, own, *args, **kwargs))
     except PlanMismatch:
         restore()
         raise

@@ -12,6 +12,7 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import is_dataclass, replace
 from typing import Any
 
 import torch
@@ -31,6 +32,35 @@ _OUTPUT_IS_HELD = (
     "the plan counts on the model's output being let go before the backward (hold_output=False), "
     "and {bytes:,} bytes of it are still held, so that the step may take that much more than the "
     "budget: keep the loss alone, or plan with hold_output=True")
+
+
+_NO_CACHE = (
+    "a planned training step makes no key-value cache (it is called with use_cache=False), as few "
+    "loops read one, and this one does: call the model with use_cache=True")
+
+
+class MissingCache:
+    """Stands in an output for the key-value cache that a planned step does not make."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(_NO_CACHE)
+
+    def __len__(self) -> int:
+        raise TypeError(_NO_CACHE)
+
+    def __iter__(self) -> Any:
+        raise TypeError(_NO_CACHE)
+
+    def __getitem__(self, index: object) -> Any:
+        raise TypeError(_NO_CACHE)
+
+
+def with_missing_cache(output: Any) -> Any:
+    """The output of a model of transformers, with a cache that raises where it is read if it has
+    none: code that gets `None` would go on without it."""
+    if not is_dataclass(output) or getattr(output, "past_key_values", output) is not None:
+        return output
+    return replace(output, past_key_values=MissingCache())  # type: ignore[type-var]
 
 
 def places_to_watch(let_go: Collection[int], lowered: LoweredRegion, rewritten: RewrittenRegion

@@ -490,11 +490,13 @@ def _least_plain_peak(fake_copy: FakeCopy, loss_fn: LossFn | None) -> int:
 def _forced_arguments(
     model: nn.Module, kwargs: Mapping[str, Any]
 ) -> tuple[tuple[str, object], ...]:
-    """`use_cache=False` for a transformers model that would build a key-value cache: training never
-    reads it, and it would keep every key and value alive to the end of the step.  Not for a tuple
-    of outputs, in which those behind the cache would move to its place."""
+    """`use_cache=False` for a transformers model that would build a key-value cache: hardly any
+    training reads it, and it would keep every key and value alive to the end of the step.  Not for
+    a call that is given one, and not for a tuple of outputs, in which those behind the cache would
+    move to its place."""
     config = getattr(model, "config", None)
-    if not getattr(config, "use_cache", False) or "use_cache" in kwargs:
+    if not getattr(config, "use_cache", False) or "use_cache" in kwargs or (
+            kwargs.get("past_key_values") is not None):
         return ()
     named = kwargs.get("return_dict")
     if not (getattr(config, "return_dict", True) if named is None else named):

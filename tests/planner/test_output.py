@@ -1,6 +1,7 @@
 """Steps whose caller lets the model's output go: predicted, measured, and warned of where it does
 not."""
 
+import copy
 import json
 
 import pytest
@@ -258,3 +259,34 @@ def test_an_applied_plan_gives_parameters_that_the_loss_does_not_reach_no_gradie
     applied(x)[0].sum().backward()
     assert net.first.weight.grad is not None
     assert net.second.weight.grad is net.second.bias.grad is None
+
+
+def test_a_cache_that_the_planned_step_does_not_make_is_missed_aloud():
+    """A call without its prefix would go on, with another loss."""
+    transformers = pytest.importorskip("transformers")
+    prefix, ids = torch.randint(128, (2, 2, 24), generator=torch.Generator().manual_seed(0))
+    prefix = prefix[:, :16]
+
+    def make():
+        torch.manual_seed(0)
+        return transformers.GPT2LMHeadModel(transformers.GPT2Config(
+            n_layer=2, n_embd=32, n_head=2, vocab_size=128, attn_pdrop=0.0, resid_pdrop=0.0,
+            embd_pdrop=0.0))
+
+    def loss(model, **kwargs):
+        cache = model(prefix, **kwargs).past_key_values
+        return model(ids, labels=ids, past_key_values=cache).loss
+
+    net, plain = planner.within(make(), "1GB"), make()
+    with pytest.raises(AttributeError, match="call the model with use_cache=True"):
+        loss(net)
+    found, expected = loss(net, use_cache=True), loss(plain)
+    assert torch.equal(found, expected)
+    found.backward(), expected.backward()
+    with torch.no_grad():
+        cache = plain(prefix).past_key_values
+    given, own = (each(ids, labels=ids, past_key_values=copy.deepcopy(cache)).loss
+                  for each in (net, plain))
+    assert torch.equal(given, own)
+    for mine, theirs in zip(net.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, theirs.grad)
