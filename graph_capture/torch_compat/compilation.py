@@ -6,6 +6,7 @@ import contextlib
 import functools
 import logging
 import sys
+import time
 import types
 import warnings
 import weakref
@@ -49,6 +50,7 @@ from torch._functorch.partitioners import _extract_fwd_bwd_modules
 from torch._guards import TracingContext
 from torch._ops import HigherOrderOperator as HigherOrderOperator
 from torch._ops import OpOverload as OpOverload
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.fx.graph import CodeGen
 from torch.utils import _pytree as pytree
 
@@ -415,6 +417,32 @@ def varying_sizes() -> contextlib.AbstractContextManager[None]:
     """Inside, a size that was another one when the same code was compiled before becomes symbolic,
     as under `torch.compile` by default."""
     return dynamo_config.patch(automatic_dynamic_shapes=True, specialize_float=True)
+
+
+class TraceLimit:
+    """CPU time that a trace with symbolic sizes may take."""
+
+    def __init__(self, seconds: float) -> None:
+        self.exceeded: TimeoutError | None = None
+        """The error with which it has ended."""
+        self._seconds = seconds
+
+    @contextlib.contextmanager
+    def kept(self) -> Iterator[None]:
+        """Inside, a trace ends with an error once it has taken that much: what torch computes of
+        nested divisions and remainders of sizes may take minutes, or not end."""
+        end = time.thread_time() + self._seconds
+        evaluate = ShapeEnv.evaluate_expr
+
+        def limited(*args: Any, **kwargs: Any) -> Any:
+            if time.thread_time() > end:
+                self.exceeded = TimeoutError(
+                    f"the trace took more than {self._seconds:.0f} s of CPU time")
+                raise self.exceeded
+            return evaluate(*args, **kwargs)
+
+        with mock.patch.object(ShapeEnv, "evaluate_expr", limited):
+            yield
 
 
 def copied_module(owner: nn.Module, graph: fx.Graph) -> fx.GraphModule:

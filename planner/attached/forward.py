@@ -414,7 +414,8 @@ class PlanningForward(ObservingForward):
             self._bring_up_to_date(graph, call, present, args, kwargs)
             started = time.monotonic()
             try:
-                output = self._run(graph, args, kwargs, is_trial=not graph.has_run)
+                with contextlib.nullcontext() if graph.has_run else graph.limit.kept():
+                    output = self._run(graph, args, kwargs, is_trial=not graph.has_run)
             except SizesNotPlanned as unknown:
                 self._counts.planning_seconds += time.monotonic() - started
                 if before is not None:

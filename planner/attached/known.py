@@ -224,6 +224,7 @@ class GraphPlanner:
                    else OpenLoss(self._input_bytes))
         early = self._early if self._may_free(planning) else None
         headroom = self._probe_headroom(model)
+        begun = time.thread_time()
         with watched(None) as report:
             capture = partial(capture_call, model, args, kwargs, planning, report,
                               unknown_loss=unknown, probe_headroom=headroom, early=early,
@@ -251,6 +252,8 @@ class GraphPlanner:
                         self._step = capture(answers=self.answers)
                     except DataDependentValue as error:
                         raise CaptureError(f"{error.what or error}, {_NOT_FOLLOWED}") from error
+        self.capture_seconds = time.thread_time() - begun
+        """CPU time of the last capture."""
         # On one device, the loop's other memory is measured: `planner.attached.held`.
         held_bytes = 0 if self.is_alone else self._batches_ahead * self._input_bytes
         if self._parallel is None and wrapping_data_parallel() is not None:

@@ -31,6 +31,7 @@ from planner._graph_capture.joint_graph.symbolic_sizes import Values
 from planner._graph_capture.module_forward import Forward
 from planner._graph_capture.step.symbolic_region import NamedDimensions, SymbolicRegion
 from planner._graph_capture.torch_compat import (
+    TraceLimit,
     extents_of_whole,
     no_active_modes,
     pytree,
@@ -48,6 +49,9 @@ _MOST_FIXED = 256
 """Remembered calls that need a graph with fixed sizes."""
 _MOST_APART = 2
 """Graphs with fixed sizes for calls of other sizes that keep memory at the same time."""
+_LEAST_SECONDS, _TIMES_FIXED = 10.0, 6.0
+"""CPU time that a trace may take: so much, and as many times that of the capture with fixed sizes,
+for which later sizes are captured instead."""
 _MOST_FAILURES = 2
 """Attempts at a symbolic capture; torch fixes a size that equals one of the model's."""
 
@@ -77,6 +81,9 @@ class SymbolicGraph(PlannedGraph):
         self._plans: dict[Schedule, Plan] = {}
         self._is_for_more_sizes = False
         self._tensors_of = partial(input_tensors, module, inner)
+        self.limit = TraceLimit(
+            _LEAST_SECONDS + _TIMES_FIXED * fixed.planner.capture_seconds)
+        """Of its first trace."""
         self.code = SymbolicCode(module, fixed.planner.cotangents,
                                  returns_in_order=fixed.planner.chose_blocks)
 
@@ -282,7 +289,8 @@ class SymbolicGraphs:
         if len(self._fixed) < _MOST_FIXED:
             self._fixed[call] = None
         self._failures += 1
-        if graph.has_run or self._failures < _MOST_FAILURES:
+        reason = graph.limit.exceeded or reason
+        if graph.has_run or (self._failures < _MOST_FAILURES and not graph.limit.exceeded):
             return
         self._by_call[call.without_sizes] = None
         log.warning("%s cannot be captured with symbolic sizes, so that each size of its inputs "

@@ -14,7 +14,7 @@ from torch import nn
 import planner
 from planner._graph_capture.memory.allocator import record_peak
 from planner._graph_capture.module_forward import forward_override
-from planner.attached import known, measuring
+from planner.attached import known, measuring, symbolic_graph
 from planner.attached.symbolic_graph import SymbolicGraph
 from tests.support.sized_models import Attending, tokens
 from tests.support.training import assert_same_gradients
@@ -42,6 +42,25 @@ def test_other_lengths_take_one_more_trace_and_the_gradients_of_the_plain_model(
             torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-5, atol=1e-6)
     assert symbolic_of(model).code.compilations == 1
     assert planner.status(model).planned_steps == 6
+
+
+@pytest.mark.slow
+def test_a_trace_that_takes_too_long_is_given_up_for_good(monkeypatch, caplog):
+    """As torch's computations with the padding of shifted windows, which may not end."""
+    monkeypatch.setattr(symbolic_graph, "_LEAST_SECONDS", 0.01)
+    monkeypatch.setattr(symbolic_graph, "_TIMES_FIXED", 0.0)
+    torch.manual_seed(0)
+    plain = Attending()
+    model = planner.within(copy.deepcopy(plain), "70%", time_limit=1)
+    for length in (32, 64, 48, 64):
+        for each in (plain, model):
+            each.zero_grad()
+            each(tokens(4, length)).backward()
+        for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-5, atol=1e-6)
+    assert caplog.text.count("cannot be captured with symbolic sizes") == 1
+    assert "the trace took more than 0 s of CPU time" in caplog.text
+    assert planner.status(model).planned_steps == 4
 
 
 @pytest.mark.slow
