@@ -314,14 +314,20 @@ class _Assembly:
     def _sum_gradients(self) -> None:
         """Sum gradients of an output from several regions: autograd adds each as it comes."""
         for (number, output), gradients in self.input_gradients.items():
-            if len(gradients) < 2:
-                continue
-            positions = [position for position in range(len(self.uses[number].cotangents))
-                         if self._output_of_cotangent(number, position) == output]
-            # The sum of code between the regions is a buffer of its own.
-            if positions and all(self._foreign_cotangent(number, position) is None
-                                 for position in positions):
-                gradients[:] = [self._sum(number, positions[0], gradients)]
+            if len(gradients) > 1 and self._sums((number, output)):
+                gradients[:] = [self._sum(number, self._positions(number, output)[0], gradients)]
+
+    def _positions(self, number: int, output: int) -> list[int]:
+        """Of the cotangents of an output."""
+        return [position for position in range(len(self.uses[number].cotangents))
+                if self._output_of_cotangent(number, position) == output]
+
+    def _sums(self, source: tuple[int, int]) -> bool:
+        """True if the gradients of an output have a sum that is no buffer of uncaptured code."""
+        number, output = source
+        positions = self._positions(number, output)
+        return bool(positions) and all(self._foreign_cotangent(number, position) is None
+                                       for position in positions)
 
     def _sum(self, number: int, position: int, gradients: Sequence[int]) -> int:
         lowered = self.uses[number].lowered
@@ -337,15 +343,19 @@ class _Assembly:
         buffer = self.index.get((number, storage))
         if buffer is None:
             return
+        gone = None if self.uncaptured is None else (
+            self.uncaptured.gradients_released.get((number, primal)))
         if primal in use.linked_inputs:
-            self.input_gradients.setdefault(use.linked_inputs[primal], []).append(buffer)
+            source = use.linked_inputs[primal]
+            if gone is not None and not self._sums(source):
+                self.leaving.setdefault(gone, []).append((number, storage))
+            else:
+                self.input_gradients.setdefault(source, []).append(buffer)
             return
         if self.uncaptured and (number, primal) in self.uncaptured.inputs:
             self.handed_over.append((buffer, self._last_with_gradient(
                 self.uncaptured.inputs[number, primal])))
             return
-        gone = None if self.uncaptured is None else (
-            self.uncaptured.gradients_released.get((number, primal)))
         name = use.parameter_names.get(primal, "")
         if gone is not None:
             self.leaving.setdefault(gone, []).append((number, storage))

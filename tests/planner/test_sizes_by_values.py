@@ -452,6 +452,43 @@ def test_code_that_torch_shares_between_blocks_of_other_widths(codes):
     assert status.planned_steps == 4 and status.plans == 2
 
 
+class Valid(nn.Module):
+    """Attention of each sample over its valid tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.key, self.out = (nn.Linear(64, 64) for _ in range(3))
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        query, key = (layer(x).unflatten(2, (4, 16)).transpose(1, 2)
+                      for layer in (self.query, self.key))
+        rows = []
+        for number in range(8):
+            valid = key[number:number + 1, :, torch.nonzero(mask[number]).flatten()]
+            rows.append(nn.functional.scaled_dot_product_attention(
+                query[number:number + 1], valid, valid))
+        return self.out(torch.cat(rows).transpose(1, 2).reshape(x.shape))
+
+
+@pytest.mark.slow
+def test_gradients_of_a_tensor_that_many_regions_read_are_added_as_they_come():
+    """They were counted as if all eight were there at once: at twice the plain step's peak."""
+    x, mask = torch.randn(8, 192, 64), torch.ones(8, 192).bool()
+    net, plain = planner.within(Valid(), "100%", time_limit=1), Valid()
+    plain.load_state_dict(net.state_dict())
+
+    def step(each: nn.Module) -> None:
+        each.zero_grad()
+        each(x, mask).square().mean().backward()
+
+    peaks = [max(record.peak_bytes for record in record_stages(
+        [lambda each=each: step(each)] * 3)[1:]) for each in (plain, net)]
+    assert_same_gradients(plain, net)
+    assert peaks[1] <= peaks[0]
+    resident = sum(p.numel() * 4 for p in net.parameters()) + x.nbytes + mask.nbytes
+    assert planner.status(net).plan.peak_bytes <= 1.05 * (resident + peaks[0])
+
+
 class Mixture(nn.Module):
     """A mixture of experts as it is written by hand."""
 
