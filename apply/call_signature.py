@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import inspect
 import types
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -95,6 +95,11 @@ class Call:
         return replace(self, signature=replace(self.signature, inputs=tuple(
             replace(key, kind=values.get(key.name, key.kind))
             for key in self.signature.inputs))) if values else self
+
+    def without(self, names: Collection[str]) -> Call:
+        """The same without these inputs."""
+        return replace(self, signature=replace(self.signature, inputs=tuple(
+            key for key in self.signature.inputs if key.name not in names))) if names else self
 
     @property
     def without_sizes(self) -> Call:

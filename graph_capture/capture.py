@@ -157,6 +157,8 @@ class CapturedStep:
     """Bytes that torch allocates for cuBLAS per thread; 0 if the device is not a GPU."""
     chunked: Callable[[Chunks], tuple[StepVariant, ...]]
     """The variants with these numbers of chunks, from what was recorded."""
+    unread: frozenset[int] = frozenset()
+    """Places, among the tensors that the model is called with, of those that no op reads."""
     may_skip: bool = False
     """True if it is captured by blocks, and dice or values decide which of them run."""
     code: TracedCode | None = None
@@ -458,7 +460,7 @@ def capture_step(
             lambda: tracing.wrapper, holds_output, capture_seconds),
         outputs=loss.outputs,
         differentiable=tuple(tensor.requires_grad for tensor in output_tensors(recording.output)),
-        may_skip=bool(blocks) and may_skip,
+        unread=recording.unread, may_skip=bool(blocks) and may_skip,
         tracing=tracing, held_workspace_bytes=held_workspace_bytes(costs.device_model.gpu),
         chunked=chunked, code=recording.code)
 

@@ -56,6 +56,7 @@ from planner._graph_capture.torch_compat import (
     pass_absent_gradients,
     primal_sources,
     pytree,
+    storage_key,
     weakly,
 )
 from planner._graph_capture.training_graph import BufferKind
@@ -115,6 +116,8 @@ class Recording:
     """For a model of one region, primals whose gradients the loop frees, in that order."""
     asked: dict[str, str] = field(default_factory=dict)
     """Inputs by whose values the model's code decides, and where it does."""
+    read: set[int] = field(default_factory=set)
+    """Places, among the tensors that the model is called with, of those that ops read."""
     calls_again: int = 0
     """Number of region calls when the step ran for the second time."""
     has_compiled_again: bool = False
@@ -122,6 +125,13 @@ class Recording:
     model's code reads."""
     code: TracedCode | None = None
     """Compiled code that the model itself may run, if it was kept."""
+
+    @property
+    def unread(self) -> frozenset[int]:
+        """Places, among the tensors that the model is called with, of those that no op reads."""
+        if not self.calls:
+            return frozenset()
+        return frozenset(range(len([*named_inputs(self.fake_copy)]))) - self.read
 
     @property
     def is_repeatable(self) -> bool:
@@ -258,6 +268,8 @@ def _follow_uncaptured(
                            in fake_copy.model.named_parameters() if parameter.grad is not None})
     del held
     recording = recorder.recording
+    recording.read |= {place for place, (_, leaf) in enumerate(named_inputs(fake_copy))
+                       if storage_key(leaf) in tracker.read}
     recording.calls_again = tracker.calls if found else len(recording.calls)
     if found:
         recording.uncaptured = seen
@@ -300,6 +312,8 @@ class _Recorder:
         self.recording = recording
         self.make_backend = make_backend
         self.input_names = {id(leaf): name for name, leaf in named_inputs(fake_copy)}
+        self.input_places = {
+            id(leaf): place for place, (_, leaf) in enumerate(named_inputs(fake_copy))}
         self.has_answers = fake_copy.answers is not None
         self.again = _Again()
         self.running_block: Callable[[], str] = lambda: ""
@@ -375,6 +389,8 @@ class _Recorder:
             block = self.running_block()
             if block not in graph.given:
                 graph.given[block] = names_in_model(self.model, args)
+            self.recording.read.update(
+                self.input_places[id(arg)] for arg in args if id(arg) in self.input_places)
             running, calls = calls, calls + 1
             outputs = compiled(*args)
             pass_absent_gradients(outputs)

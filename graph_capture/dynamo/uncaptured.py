@@ -25,7 +25,7 @@ import torch
 
 from planner._graph_capture.fake_copies.fake import FakeCopy
 from planner._graph_capture.memory.tracker import MemoryTracker, Workspace
-from planner._graph_capture.torch_compat import storage_key, written_tensors
+from planner._graph_capture.torch_compat import pytree, storage_key, written_tensors
 from planner._graph_capture.training_graph import BufferKind
 
 
@@ -100,6 +100,8 @@ class GapTracker(MemoryTracker):
         self._readers: dict[int, list[tuple[weakref.ref[torch.UntypedStorage], int, int]]] = {}
         # key of a storage, which may be reused -> calls and their primals
         self._written = set[tuple[int, int]]()
+        self.read = set[int]()
+        """Keys of the storages that ops have read; a key may be reused."""
 
     @property
     def made_any(self) -> bool:
@@ -182,6 +184,8 @@ class GapTracker(MemoryTracker):
                            kwargs: Mapping[str, Any] | None = None) -> Any:
         if self._paused:
             return func(*args, **(kwargs or {}))
+        self.read.update(storage_key(leaf) for leaf in pytree.tree_leaves((args, kwargs or {}))
+                         if isinstance(leaf, torch.Tensor))
         for tensor in written_tensors(func, args, kwargs or {}):
             self._written |= {
                 (call, position) for storage, call, position

@@ -117,6 +117,8 @@ _DIFFERENTIATED_AGAIN = (
 
 _MOST_REFUSED = 2
 """Plans in a row that did not fit a call of other sizes, after which none is tried for one."""
+_LITTLE = 2**16
+"""Bytes of an argument that no op reads, above which its size still counts."""
 _MOST_SELECTIONS = 3
 """Plans of one call, which selects by values, after which none is made for larger selections."""
 _SELECTS_MORE = (
@@ -159,6 +161,8 @@ class PlanningForward(ObservingForward):
         """True if the loop has differentiated outputs beside the model's own loss."""
         self._other_calls_refused = 0
         """Plans in a row that did not fit a call of other sizes than theirs."""
+        self._unread = frozenset[str]()
+        """Arguments that no op reads."""
         self._may_select_more = True
         """True if steps may be planned for larger selections by values than they make."""
         self._symbolic = SymbolicGraphs(self.__self__, self.inner)
@@ -293,6 +297,22 @@ class PlanningForward(ObservingForward):
         return bool(self._without_gradient) and (
             self.call_of(args, kwargs) in self._without_gradient)
 
+    def call_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+        """As of the base, without what no op reads, and may have another size in each call."""
+        return super().call_of(args, kwargs).without(self._unread)
+
+    def _unread_by(self, planner: GraphPlanner, args: tuple[Any, ...], kwargs: dict[str, Any]
+                   ) -> frozenset[str]:
+        """The small tensors among the arguments of a call that its graph does not read."""
+        if not planner.unread:
+            return frozenset()
+        leaves = [leaf for leaf in pytree.tree_leaves((args, [*kwargs.values()]))
+                  if isinstance(leaf, torch.Tensor)]
+        read = {id(leaf) for place, leaf in enumerate(leaves) if place not in planner.unread}
+        tensors = input_tensors(self.__self__, self.inner, args, kwargs)
+        return frozenset(name for name, tensor in tensors.items()
+                         if id(tensor) not in read and tensor.nbytes <= _LITTLE)
+
     @property
     def _compilations(self) -> int:
         return sum(graph.code.compilations for graph in self.graphs)
@@ -390,7 +410,8 @@ class PlanningForward(ObservingForward):
                   if isinstance(leaf, torch.Tensor)]
         if (not dynamic and not any(marked)) or self.settings.on_new == "refuse":
             return {}
-        tensors = input_tensors(self.__self__, self.inner, args, kwargs)
+        tensors = {name: tensor for name, tensor in input_tensors(
+            self.__self__, self.inner, args, kwargs).items() if name not in self._unread}
         return {**{name: {place: size_name(name, place) for place in places}
                    for name, tensor in tensors.items() if (places := marked_dimensions(tensor))},
                 **named_dimensions(dynamic, tensors)}
@@ -506,6 +527,8 @@ class PlanningForward(ObservingForward):
                 earlier_answers=[each.answers for other, each in planners
                                  if other == call] if self._may_select_more else (),
                 known=None if same is None else same.known)
+            self._unread |= self._unread_by(planner, args, kwargs)
+            call = call.without(self._unread)
             graph = PlannedGraph(call, planner)
             graph.note(present)
             self._share_step(graph)

@@ -321,6 +321,11 @@ class GraphPlanner:
         return self._step.may_skip
 
     @property
+    def unread(self) -> frozenset[int]:
+        """Places, among the tensors that the model is called with, of those that no op reads."""
+        return self._step.unread
+
+    @property
     def output_tensors(self) -> int:
         """Number of tensors that the model returns."""
         return len(self._step.outputs)

@@ -60,3 +60,37 @@ def test_a_number_that_is_read_is_told_once(caplog):
 def test_two_values_that_take_turns_have_a_graph_each():
     status = _train({"weight": (0.5, 2.0)[number % 2]} for number in range(8))
     assert status.last_reason is None
+
+
+class Packed(nn.Module):
+    """Is called with the starts of documents, as kernels of other devices need them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(32, 256), nn.GELU(), nn.Linear(256, 32))
+
+    def forward(self, x, *, starts=None, reads=False):
+        if reads:
+            x = x + starts.sum()
+        return self.layers(x).square().mean()
+
+
+def test_an_argument_that_no_op_reads_may_have_any_size(caplog):
+    caplog.set_level(logging.INFO, logger="planner")
+    net, x = planner.within(Packed(), "90%", time_limit=1), torch.randn(64, 32)
+
+    def plans_after(count: int, **kwargs: bool) -> int:
+        net(x, starts=torch.arange(count), **kwargs).backward()
+        return planner.status(net).plans
+
+    plans = [plans_after(count) for count in (5, 5, 5, 7, 3, 9)]
+    assert plans[2] == plans[-1]
+    assert "symbolic" not in caplog.text
+    # Where the code reads it, its sizes count.
+    plain = Packed()
+    plain.load_state_dict(net.state_dict())
+    net.zero_grad()
+    for count in (4, 6):
+        for each in (plain, net):
+            each(x, starts=torch.arange(count), reads=True).backward()
+    assert_same_gradients(plain, net)
