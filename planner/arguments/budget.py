@@ -20,6 +20,8 @@ _NUMBER = re.compile(r"\s*([+-]?(?:\d[\d_]*\.?\d*|\.\d+)(?:[eE][+-]?\d+)?)\s*([A
 _UNITS = {name.lower(): size for name, size in BYTES_PER_UNIT.items()}
 _MOST_BYTES = 2**63 - 1
 _MOST_PERCENT = 1_000_000
+_LEAST_WITHOUT_UNIT = 1024
+"""A text without a unit is a number of bytes; "65" is rather one of percent."""
 _EXPECTED = 'a number of bytes (int), "8GB" (1e9 bytes), "8GiB" (2**30), "500MB" or "60%"'
 
 
@@ -107,7 +109,7 @@ def _from_text(text: str) -> Budget:
                              "peak; for no limit give none")
         return Budget(fraction=value / 100)
     if not unit:
-        if value.denominator != 1:
+        if value.denominator != 1 or value < _LEAST_WITHOUT_UNIT:
             raise ValueError(f"budget {text!r} has no unit: write {_EXPECTED}")
         return Budget(size_bytes=_bytes(int(value), text))
     if unit.lower() not in _UNITS or (unit.endswith("b") and not unit.islower()):
