@@ -123,11 +123,12 @@ def test_layers_may_differ_in_what_they_recompute():
 def test_equal_decisions_are_compiled_once(layers):
     case = language_model(layers=layers)
     plan = plan_within(prepared(case), None)
-    assert len(plan.spec.regions) == layers
+    blocks = [region.block for region in plan.spec.regions]
+    assert len(blocks) - blocks.count("") == layers
     with mock.patch.object(PlanBackend, "_matching_region", autospec=True,
                            side_effect=PlanBackend._matching_region) as matched:
         train(plan.apply(case.model), case)
-    assert matched.call_count == 1
+    assert matched.call_count == 1 + blocks.count("")
 
 
 def test_the_applied_model_shares_everything_and_leaves_the_blocks_as_they_are():

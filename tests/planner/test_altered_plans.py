@@ -153,7 +153,7 @@ def original(kind: str) -> Original:
     if kind == "ranks":
         return Original(case, plan, stated_variant(plan), met, None)
 
-    def meet(spec: object, index: int, lowered: LoweredRegion) -> None:
+    def meet(spec: object, index: int, lowered: LoweredRegion, **_: bool) -> None:
         met[index] = lowered
 
     with mock.patch("planner._apply.plan_backend.difference_from_step", side_effect=meet):
