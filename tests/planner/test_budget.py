@@ -58,7 +58,8 @@ def test_every_unit_multiplies(count, unit):
 
 @pytest.mark.parametrize("text", [
     "", "65", "GB", "lots", "-8GB", "8XB", "8 GB per step", "8Gb", "0", "0GB", "0%", "-5%", "nan",
-    "inf", "1e999GB", "1e999999999999", "1e-999999999999GB", "0.0000000001B", "1.5", "8GB%", "0x10", "8G",
+    "inf", "1e999GB", "1e999999999999", "1e-999999999999GB", "0.0000000001B", "1.5", "8GB%", "0x10",
+    "8G",
 ])
 def test_text_that_is_no_budget_is_refused_by_name(text):
     with pytest.raises(ValueError, match="budget") as caught:
