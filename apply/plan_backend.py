@@ -587,7 +587,7 @@ class PlanBackend(OutputWatcher):
         names = [source.name(given) for source in primal_sources(primals_of(joint))]
         variant = JointVariant(self._spec.backend == "inductor", self._spec.low_peak,
                                self._spec.chunks, self._spec.inner_chunks)
-        first_difference = ""
+        first_difference, is_larger = "", False
         start %= max(len(regions), 1)
         # Torch runs code that it compiled for one module for another one like it, too.
         places = (*regions[start:], *regions[:start])
@@ -618,32 +618,39 @@ class PlanBackend(OutputWatcher):
                 if difference is not None and region.region_signature is not None:
                     # In a step that may fall back, code may size tensors by values, with equal
                     # inputs.
-                    difference = self._why_not_served(
+                    difference, grew = self._why_not_served(
                         region.region_signature, region_signature(sized), difference)
+                    is_larger |= grew
                 if difference is None:
                     difference = difference_from_step(
                         self._spec, index, sized, may_be_larger=self.takes_larger)
             if difference is None:
                 return Match(index, region, lowered, is_resized)
             first_difference = first_difference or difference
-        raise PlanMismatch(
+        raise (LargerSizes if is_larger else PlanMismatch)(
             f"the plan does not fit this model and these inputs; the first difference: "
             f"{first_difference}. Make a plan for them")
 
     def _why_not_served(
         self, planned: RegionSignature, found: RegionSignature, difference: str
-    ) -> str | None:
+    ) -> tuple[str | None, bool]:
         """Reason why a region that differs from the planned one cannot run its schedule within its
-        memory; `None` if it can, since it has the same ops on smaller tensors."""
+        memory; `None` if it can, since it has the same ops on smaller tensors.  And whether a
+        tensor is larger."""
         # In a step that may fall back, values may decide sizes, so that equal inputs prove nothing.
         has_control_flow = self.fallback is not None and planned.is_like(found)
         if not (planned.serves(found) or has_control_flow):
-            return difference
+            return difference, False
         larger = planned.first_larger(found)
         if larger is None or self.takes_larger:
-            return None
+            return None, False
         return (f"{difference}, and with these inputs a tensor takes {larger[1]:,} bytes where the "
-                f"plan has {larger[0]:,}: a plan serves inputs up to the size it was made with")
+                f"plan has {larger[0]:,}: a plan serves inputs up to the size it was made with"
+                ), True
+
+
+class LargerSizes(PlanMismatch):
+    """A region of the plan has larger tensors than planned."""
 
 
 class OtherBranch(PlanMismatch):

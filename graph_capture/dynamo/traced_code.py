@@ -80,6 +80,10 @@ class TracedCode:
 
     def __init__(self) -> None:
         self.backend: Callable[..., Any] | None = None
+        self.has_others = False
+        """True if parts of it were compiled while the model ran: where these fit, they would run
+        in place of what is to be recorded."""
+        self._is_recorded = False
         self.graphs: list[TracedGraph] = []
         self.blocks: tuple[str, ...] = ()
         """The blocks that are compiled one by one; empty for the whole model."""
@@ -108,6 +112,7 @@ class TracedCode:
 
     def __call__(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         assert self.backend is not None
+        self.has_others |= not self._is_recorded
         compiled: Callable[..., Any] = self.backend(module, inputs)
         return compiled
 
@@ -120,12 +125,13 @@ class TracedCode:
         before = self.backend, [
             (graph, graph.run, None if graph.region is None else graph.region.forward)
             for graph in self.graphs]
-        self.backend = backend
+        self.backend, self._is_recorded = backend, True
         for graph in self.graphs:
             follow(graph)
         try:
             yield
         finally:
+            self._is_recorded = False
             for graph in self.graphs:
                 graph.run = as_written(graph.module)
             self.backend, runs = before

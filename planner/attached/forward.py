@@ -39,6 +39,7 @@ from torch.optim import Optimizer
 from planner._apply.blocks import run_step
 from planner._apply.call_signature import Call, differences, input_tensors
 from planner._apply.errors import PlanMismatch
+from planner._apply.plan_backend import LargerSizes
 from planner._apply.planned_forward import can_be_pickled
 from planner._apply.symbolic_code import SizesNotPlanned, SymbolicCallable
 from planner._graph_capture.errors import CaptureError
@@ -120,7 +121,7 @@ _MOST_REFUSED = 2
 _LITTLE = 2**16
 """Bytes of an argument that no op reads, above which its size still counts."""
 _MOST_SELECTIONS = 3
-"""Plans of one call, which selects by values, after which none is made for larger selections."""
+"""Of how many times that a call selects more by values than planned, the last makes no plan."""
 _SELECTS_MORE = (
     "the sizes of a step depend on values, and grow beyond what was planned again and again: from "
     "here on, larger ones run under the schedule planned for smaller ones, and a step may take "
@@ -163,6 +164,8 @@ class PlanningForward(ObservingForward):
         """Plans in a row that did not fit a call of other sizes than theirs."""
         self._unread = frozenset[str]()
         """Arguments that no op reads."""
+        self._grown = Counter[Call]()
+        """How often a call selected more by values than was planned."""
         self._may_select_more = True
         """True if steps may be planned for larger selections by values than they make."""
         self._symbolic = SymbolicGraphs(self.__self__, self.inner)
@@ -340,6 +343,7 @@ class PlanningForward(ObservingForward):
             self._has_other_loss = True
             self.graphs.clear()
             self._unforeseen_bytes = 0  # as written, it took more than it will
+        grew = False
         # Calls may take turns: the one after a graph's is tried first, the last one's next.
         after = None if self.running is None else self.running.followed_by()
         for graph in sorted(self.graphs, key=lambda graph: (graph is not after,
@@ -364,21 +368,24 @@ class PlanningForward(ObservingForward):
             except PlanMismatch as error:
                 if graph.code.has_begun and not is_trial:
                     raise
+                grew |= isinstance(error, LargerSizes) and graph.call == call
                 if is_other and not graph.has_control_flow:
                     self._other_calls_refused += 1
                 refusal = str(self.explained(graph.plan.spec, error, call))
             gc.collect()  # the error's frames keep results alive
-        same = [graph for graph in self.graphs if graph.call == call]
-        if len(same) >= _MOST_SELECTIONS and same[0].take_larger():
-            self.steps.warn(_SELECTS_MORE)
-            return self._step(call, same[0], present, args, kwargs)
+        last = next((graph for graph in self.graphs if graph.call == call), None)
+        if grew and last is not None:
+            self._grown[call] += 1
+            if self._grown[call] >= _MOST_SELECTIONS and last.take_larger():
+                self.steps.warn(_SELECTS_MORE)
+                return self._step(call, last, present, args, kwargs)
         if self.graphs and self.settings.on_new == "refuse":
             raise self._refusal(call, refusal)
         if refusal and any(graph.planner is None for graph in self.graphs):
             log.warning("%s: the plan that was given does not fit this step, which is planned "
                         "anew: %s", self._name, refusal)
         call = self._plain_values.given or call
-        graph = self._new_graph(call, present, args, kwargs)
+        graph = self._new_graph(call, present, args, kwargs, grew=grew)
         if named and symbolic is None:  # the first step has shown what the symbolic one is to be
             symbolic = self._symbolic.graph_for(call, [graph], at_once=True)
             if symbolic is not None and (found := self._symbolic_step(
@@ -507,26 +514,31 @@ class PlanningForward(ObservingForward):
             f'{reason}. Begin with the largest step, or use on_new="replan"')
 
     def _new_graph(self, call: Call, present: Present, args: tuple[Any, ...],
-                   kwargs: dict[str, Any]) -> PlannedGraph:
-        """Capture and plan a step that no plan serves."""
+                   kwargs: dict[str, Any], *, grew: bool = False) -> PlannedGraph:
+        """Capture and plan a step that no plan serves.  `grew`: an earlier one of such a call does,
+        but for tensors that are larger now."""
         settings, module = self.settings, self.__self__
         planners = [(graph.call, graph.planner) for graph in self.graphs
                     if graph.planner is not None]
-        # The same call goes another way if values decide it.
-        same = next((graph for graph in self.graphs if graph.call == call
-                     and graph.planner is not None and not graph.is_provisional), None)
+        same = None if not grew else next(
+            (graph for graph in self.graphs if graph.call == call and graph.planner is not None
+             and not graph.is_provisional), None)
         with self._planning() as watch:
-            planner = GraphPlanner(
-                module, args, kwargs, settings.planning, settings.limit, settings.batches_ahead,
-                partial(alive, self._optimizers), early=dict(self._early),
+            make = partial(
+                GraphPlanner, module, args, kwargs, settings.planning, settings.limit,
+                settings.batches_ahead, partial(alive, self._optimizers), early=dict(self._early),
                 has_other_loss=self._has_other_loss,
                 is_whole=any(each.is_whole for _, each in planners),
                 has_control_flow=any(
                     each.has_control_flow for other, each in planners
                     if other is not None and other.without_sizes == call.without_sizes),
-                earlier_answers=[each.answers for other, each in planners
-                                 if other == call] if self._may_select_more else (),
-                known=None if same is None else same.known)
+                earlier_answers=next((each.seen_answers for other, each in planners
+                                      if other == call), ()),
+                may_select_more=self._may_select_more and all(
+                    each.may_select_more for _, each in planners))
+            planner = make(known=None if same is None else same.known)
+            if same is not None and not planner.returns_as_much_as(same.planner):
+                same, planner = None, make()  # its loss is another one
             self._unread |= self._unread_by(planner, args, kwargs)
             call = call.without(self._unread)
             graph = PlannedGraph(call, planner)
@@ -536,15 +548,7 @@ class PlanningForward(ObservingForward):
                 graph.loss = same.loss
             graph.lives = self._expected_output(planner)
             self._look_outside(graph, args, kwargs)
-            try:
-                self._plan(graph, self._known(graph, present), call, args, kwargs)
-            except InfeasibleBudget:
-                if not planner.selects_more:
-                    raise
-                self._may_select_more = False
-                planner.capture_as_selected(module, args, kwargs,
-                                            None if same is None else same.known)
-                self._plan(graph, self._known(graph, present), call, args, kwargs)
+            self._plan(graph, self._known(graph, present), call, args, kwargs)
             watch.conclude(f": {summarize(graph.plan)}")
         self._compare_values_call(graph.plan, planner.values_bytes)
         self.graphs.insert(0, graph)

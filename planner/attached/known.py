@@ -150,16 +150,16 @@ class GraphPlanner:
                  symbolic: SymbolicStep | None = None, earlier: Searched | None = None,
                  early: EarlyGradients | None = None, is_whole: bool = False,
                  has_other_loss: bool = False, has_control_flow: bool = False,
-                 earlier_answers: Sequence[tuple[Answer, ...]] = (), known: Known | None = None
-                 ) -> None:
+                 earlier_answers: Sequence[tuple[Answer, ...]] = (), may_select_more: bool = True,
+                 known: Known | None = None) -> None:
         """Capture the step; raises `CaptureError`.  `batches_ahead`: how many batches the caller
         holds beside this one; `stepping`: the optimizers that were seen so far; `symbolic`: the
         step's graph, where it was captured before with symbolic sizes; `earlier`: a plan of that
         graph at other sizes; `early`: gradients that hooks free as they come; `is_whole`: a deep
         model is one region, too; `has_other_loss`: the loss may be of any of the outputs, though
         one of them is a loss; `has_control_flow`: as it was found in a call of other sizes;
-        `earlier_answers`: of such calls that selected otherwise, for which there is to be room;
-        `known`: what such a call has shown of the step."""
+        `earlier_answers`: of such calls, for whose selections there is to be room if
+        `may_select_more`; `known`: what such a call has shown of the step."""
         self.is_whole = is_whole
         """True if no plan by blocks fits, so that a deep model is one region, too."""
         self.chose_blocks = False
@@ -173,11 +173,12 @@ class GraphPlanner:
         self._has_captured = False
         self.has_control_flow = has_control_flow
         """True if values of tensors decide the step's control flow."""
-        self.answers: tuple[Answer, ...] = ()
-        """The values that the call asks for."""
+        self.seen_answers = [*earlier_answers]
+        """The values that such calls have asked for."""
+        self.may_select_more = may_select_more
+        """True if the graph may have larger selections than the call."""
         self.selects_more = False
-        """True if the graph has larger selections than the call."""
-        self._earlier_answers = earlier_answers
+        """True if it has."""
         self.values_bytes = 0
         """What the call without gradients that learned them took, above the resident memory."""
         if known is None:
@@ -220,6 +221,8 @@ class GraphPlanner:
               planning: Planning) -> None:
         """Capture the step in these regions."""
         kept = self._kept_code if planning.regions == self._kept_regions else None
+        if kept is not None and kept.has_others:
+            kept = None
         unknown = (OpenLoss(math.inf, with_left=True) if self._has_other_loss
                    else OpenLoss(self._input_bytes))
         early = self._early if self._may_free(planning) else None
@@ -239,17 +242,19 @@ class GraphPlanner:
                     log.info("%s asks for values of tensors: its step is planned in the regions "
                              "that lie between, as this call takes them", type(model).__name__)
             if self.has_control_flow and not self.chose_blocks:
-                self.answers = self._values_for(model, args, kwargs)
+                answers = self._values_for(model, args, kwargs)
                 self.selects_more = False
-                larger = with_larger_selections(self.answers, self._earlier_answers)
+                larger = with_larger_selections(
+                    answers, self.seen_answers) if self.may_select_more else None
+                self.seen_answers.append(answers)
                 if larger is not None:
                     # Sizes that go together may not grow alike.
                     with suppress(CaptureError):
-                        self._step = capture(answers=self.answers, larger_answers=larger)
+                        self._step = capture(answers=answers, larger_answers=larger)
                         self.selects_more = True
                 if not self.selects_more:
                     try:
-                        self._step = capture(answers=self.answers)
+                        self._step = capture(answers=answers)
                     except DataDependentValue as error:
                         raise CaptureError(f"{error.what or error}, {_NOT_FOLLOWED}") from error
         self.capture_seconds = time.thread_time() - begun
@@ -363,15 +368,6 @@ class GraphPlanner:
         self._captured_with = known.loss
         self._captured_without_output = known.lets_output_go
 
-    def capture_as_selected(self, model: nn.Module, args: tuple[Any, ...],
-                            kwargs: Mapping[str, Any], known: Known | None) -> None:
-        """Take the graph with the selections that the call makes."""
-        self._earlier_answers = ()
-        if known is None:
-            self._capture(model, args, dict(kwargs), self._planning)
-        else:
-            self.capture_again(model, args, kwargs, known)
-
     def _may_free(self, planning: Planning) -> bool:
         return self.is_alone and planning.accumulation == 1 and planning.backend == "eager"
 
@@ -395,6 +391,13 @@ class GraphPlanner:
         graph = self._step.graph
         return sum(graph.buffers[each.buffer].size_bytes for each in graph.outputs
                    if any(flows[place] for place in each.tensors))
+
+    def returns_as_much_as(self, other: GraphPlanner | None) -> bool:
+        """True if the outputs are as large as those of another planner's step."""
+        return other is not None and self.output_tensors == other.output_tensors and all(
+            self.returned_bytes(flows) == other.returned_bytes(flows)
+            for flows in ([place == each for place in range(self.output_tensors)]
+                          for each in range(self.output_tensors)))
 
     @property
     def passing_loss(self) -> ObservedLoss:
@@ -481,14 +484,15 @@ class GraphPlanner:
              is_provisional: bool) -> Plan:
         """The plan for a call, all of whose step is known or some of it assumed; raises
         `InfeasibleBudget`.  A deep model that does not fit by blocks is captured again as one
-        region."""
+        region, and a step that does not fit with larger selections again with its own."""
         make = self._provisional_plan if is_provisional else self._final_plan
-        if self.chose_blocks:
+        if self.chose_blocks or self.selects_more:
             with suppress(InfeasibleBudget):
                 self._last = plan = make(known)
                 if plan.limited_bytes <= (plan.budget_bytes or math.inf):
                     return plan
-            self.is_whole = True
+            self.is_whole |= self.chose_blocks
+            self.may_select_more &= not self.selects_more
             self._capture(model, args, kwargs, self._planning)
             if not is_provisional and self.needs_capture_for(known):
                 self.capture_again(model, args, kwargs, known)

@@ -550,8 +550,10 @@ def test_experts_that_get_more_tokens_in_later_steps(kind, steps):
     assert found == losses
     assert max(measured) <= budget
     if steps > 2:
-        plans = [graph.planner.selects_more for graph in forward_override(net).graphs]
-        assert plans == [True, False]  # the second one serves all later steps
+        graphs = forward_override(net).graphs
+        assert graphs[0].planner.selects_more
+        assert not graphs[0].takes_larger
+        assert len(graphs) <= 3
 
 
 def test_selections_that_differed_between_calls_are_planned_larger():
