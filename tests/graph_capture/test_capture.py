@@ -224,10 +224,25 @@ def test_where_a_capture_by_blocks_fails_the_whole_one_serves():
 
 
 BREAK_IN_LOOP = """
-from tests.support.models import BUILDERS
+import torch
+from tests.support.models import BUILDERS, LanguageModel
 from tests.support.training import captured
+
+
+class Generating(LanguageModel):
+    def forward(self, ids):
+        x = self.embedding(ids)
+        for index, block in (pair for pair in enumerate(self.blocks)):
+            x = block(x)
+            if index == 0:
+                torch._dynamo.graph_break()
+        return self.head(x)
+
+
 for regions in ("model", None):
-    print("\\n".join(captured(BUILDERS["graph_break"](), regions=regions).base.graph.notes))
+    case = BUILDERS["graph_break"]()
+    case.model.__class__ = Generating
+    print("\\n".join(captured(case, regions=regions).base.graph.notes))
 """
 
 
