@@ -146,7 +146,7 @@ class PlannedBlocks:
                                    for name, block, code in blocks),
               called_unseen(unseen)):
             for code in self._codes.values():
-                code.is_trial = self.is_trial and not self._may_vary
+                code.is_trial = self.is_trial and (code is rest or not self._may_vary)
             if rest is None:
                 return call_forward(module, own, *args, **kwargs)
             result = rest(module, own, *args, **kwargs)
