@@ -44,6 +44,8 @@ class ScheduledGraphs:
     """Indices among the saved values of the backward's inputs, before the cotangents."""
     checked: tuple[int, ...]
     """Indices of the saved tensors that nobody may change before the backward."""
+    read_cotangents: tuple[frozenset[int], ...]
+    """For each result of the backward, the cotangents that it is made of."""
 
     @classmethod
     def of(cls, graphs: RewrittenRegion, lowered: LoweredRegion) -> ScheduledGraphs:
@@ -59,7 +61,7 @@ class ScheduledGraphs:
                          if not is_cotangent(node)),
                    tuple(place for place, node in enumerate(outputs[num_outputs:])
                          if isinstance(node.meta["val"], torch.Tensor)
-                         and node.name not in updated))
+                         and node.name not in updated), joint.read_cotangents)
 
     def run_forward(self, args: list[Any], run_backward: Callable[[list[Any]], Any]
                     ) -> tuple[Sequence[Any], torch.Tensor]:

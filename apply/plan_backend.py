@@ -102,7 +102,7 @@ class _Scheduled:
         scheduled = ScheduledGraphs.of(graphs, match.lowered)
         return cls(place, scheduled,
                    checked_backward(scheduled.backward, cotangents, region.cotangents,
-                                    match.lowered.joint.read_cotangents, unplanned),
+                                    scheduled.read_cotangents, unplanned),
                    places_to_watch(outputs_let_go(spec, match.index, match.lowered),
                                    match.lowered, graphs), region.cotangents)
 
@@ -176,7 +176,7 @@ class _AnySize(_Running):
         graphs, watched = self.rewritten[match.index]
         like = cotangents_at(lowered, self.sizes, values)
         return _Scheduled(match.index, graphs, checked_backward(
-            graphs.backward, like, region.cotangents, lowered.joint.read_cotangents, unplanned),
+            graphs.backward, like, region.cotangents, graphs.read_cotangents, unplanned),
             watched, region.cotangents)
 
 

@@ -81,8 +81,6 @@ class Schedule:
 
     graphs: ScheduledGraphs
     fits: Fits
-    read_cotangents: Sequence[frozenset[int]]
-    """For each result of the backward, the cotangents that it is made of."""
     watched: tuple[int, ...]
     """Outputs of the forward that are taken to be let go before the backward."""
 
@@ -105,7 +103,7 @@ class SymbolicCallable:
         lowered = self.region.variants[spec.low_peak]
         graphs = rewrite(lowered, planned.insertions, planned.inplace_reuses, planned.released)
         made = Schedule(
-            ScheduledGraphs.of(graphs, lowered), fits, lowered.joint.read_cotangents,
+            ScheduledGraphs.of(graphs, lowered), fits,
             places_to_watch(outputs_let_go(spec, 0, lowered), lowered, graphs))
         self.schedules = [made, *([] if instead else self.schedules)][:_MOST_SCHEDULES]
         self._served.clear()
@@ -138,7 +136,7 @@ class SymbolicCallable:
         region = self.region
         like = cotangents_at(region.variants[False], region.sizes, values)
         return checked_backward(schedule.graphs.backward, like, region.cotangents,
-                                schedule.read_cotangents)
+                                schedule.graphs.read_cotangents)
 
 
 class SymbolicBackend(OutputWatcher):
