@@ -47,6 +47,22 @@ class Sized(nn.Module):
         return self.second(chosen[chosen[..., 0] > 0])
 
 
+def trained(net: nn.Module, batches: list[torch.Tensor]) -> tuple[list[float], list[int]]:
+    """The losses of a step for each batch, and the peaks, with parameters and a batch."""
+    losses, opt = [], torch.optim.SGD(net.parameters(), lr=0.1)
+
+    def step(x: torch.Tensor) -> None:
+        loss = net(x).square().mean()
+        loss.backward()
+        opt.step()
+        opt.zero_grad()
+        losses.append(loss.item())
+
+    records = record_stages([lambda x=x: step(x) for x in batches])
+    resident = sum(p.numel() * 4 for p in net.parameters()) + batches[0].numel() * 4
+    return losses, [resident + record.peak_bytes for record in records]
+
+
 @pytest.mark.parametrize("kind", [
     "assignment", *(pytest.param(kind, marks=pytest.mark.slow)
                     for kind in ("mask", "maximum", "mask of the inputs", "nonzero"))])
@@ -54,24 +70,10 @@ def test_sizes_that_values_decide(kind):
     torch.manual_seed(5)
     batches = [torch.randn(16, 32, 32) * scale for scale in (2, 3, 3, 1, 2.5)]
 
-    def run(net: nn.Module) -> tuple[list[float], list[int]]:
-        losses, opt = [], torch.optim.SGD(net.parameters(), lr=0.1)
-
-        def step(x: torch.Tensor) -> None:
-            loss = net(x).square().mean()
-            loss.backward()
-            opt.step()
-            opt.zero_grad()
-            losses.append(loss.item())
-
-        records = record_stages([lambda x=x: step(x) for x in batches])
-        resident = sum(p.numel() * 4 for p in net.parameters()) + batches[0].numel() * 4
-        return losses, [resident + record.peak_bytes for record in records]
-
-    losses, peaks = run(Sized(kind))
+    losses, peaks = trained(Sized(kind), batches)
     budget = int(0.8 * max(peaks))
     net = planner.within(Sized(kind), budget, time_limit=1)
-    found, measured = run(net)
+    found, measured = trained(net, batches)
     assert found == losses
     assert planner.steps_of(net).planned == len(batches)
     assert max(measured) <= budget
@@ -525,28 +527,14 @@ def test_experts_that_get_more_tokens_in_later_steps(kind, steps):
     batches = [torch.randn(512, 32, generator=torch.Generator().manual_seed(seed))
                for seed in range(steps)]
 
-    def run(net: nn.Module) -> tuple[list[float], list[int]]:
-        losses, opt = [], torch.optim.SGD(net.parameters(), lr=0.1)
-
-        def step(x: torch.Tensor) -> None:
-            loss = net(x).square().mean()
-            loss.backward()
-            opt.step()
-            opt.zero_grad()
-            losses.append(loss.item())
-
-        records = record_stages([lambda x=x: step(x) for x in batches])
-        resident = sum(p.numel() * 4 for p in net.parameters()) + batches[0].numel() * 4
-        return losses, [resident + record.peak_bytes for record in records]
-
     def mixtures() -> nn.Module:
         torch.manual_seed(0)
         return nn.Sequential(*(Mixture(kind) for _ in range(2)))
 
-    losses, peaks = run(mixtures())
+    losses, peaks = trained(mixtures(), batches)
     budget = int(0.97 * max(peaks))
     net = planner.within(mixtures(), budget, time_limit=1)
-    found, measured = run(net)
+    found, measured = trained(net, batches)
     assert found == losses
     assert max(measured) <= budget
     if steps > 2:
