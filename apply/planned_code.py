@@ -186,7 +186,9 @@ class PlannedCode(CompiledCode):
     def exchange(self, spec: RewriteSpec, regions: Sequence[int] | None = None) -> bool:
         """Run under another rewrite spec of the same graphs from the next call on, without tracing;
         return whether that is possible.  `regions`: as for the constructor."""
+        is_of_blocks = regions is not None
         return (self._backend.is_exchangeable and is_exchangeable(spec)
+                and bool(spec.blocks) == is_of_blocks
                 and bool(self._backend.exchange(spec, regions)))
 
     def _compile(self) -> Callable[..., Any]:
