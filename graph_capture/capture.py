@@ -253,7 +253,7 @@ def capture_step(
     accumulated: bool = False, regions: str | Sequence[str] | None = None,
     autocast: torch.dtype | None = None, holds_output: bool = True,
     answers: tuple[Any, ...] | None = None, larger_answers: tuple[Any, ...] | None = None,
-    probe_headroom: ProbeHeadroom | None = None,
+    paths_vary: bool = False, probe_headroom: ProbeHeadroom | None = None,
     progress: Progress | None = None, chunks: Chunks = (),
     make_layout: Callable[[FakeCopy], RankLayout] | None = None,
     symbolic: SymbolicStep | None = None,
@@ -273,7 +273,8 @@ def capture_step(
     `accumulated`: several steps add up their gradients, and one but the first is to be looked at as
     well.  `answers`: the values of tensors that the model's code asks for, in order; such a step is
     captured in regions.  `larger_answers`: the same where what it selects is larger: the graph has
-    these sizes, and the plain step those of `answers`.  `holds_output`: the caller holds the
+    these sizes, and the plain step those of `answers`.  `paths_vary`: such calls have taken several
+    paths, which blocks may share.  `holds_output`: the caller holds the
     model's output until the backward ends, not only until the loss is made.  `make_layout`: the
     step is that of one rank of a data-parallel run, which holds the model so.  `probe_headroom`:
     what running single ops may take where a loop has begun to train.  `chunks`: the numbers of
@@ -353,14 +354,16 @@ def capture_step(
     skipped = skipped_blocks(recording.fake_copy, repeated) if may_skip and symbolic is None else ()
     # One graph of a model that skips blocks serves only the steps that skip the same.
     is_in_vain = (not recording.calls or _sharing_code(recording) or skipped
-                  or fake_copy.dice.were_thrown)
+                  or fake_copy.dice.were_thrown or paths_vary)
     if symbolic is None and regions is None and is_in_vain and repeated:
         # Blocks are a better way, not the only one: code may fail under it alone.
         with contextlib.suppress(CaptureError):
             by_blocks = record(fake_copy, repeated)
             by_blocks.check_any()
             if not _sharing_code(by_blocks):
-                chosen_because = "as a whole, code would run several times, or none be captured"
+                chosen_because = (
+                    "values of tensors decide which code runs" if paths_vary else
+                    "as a whole, code would run several times, or none be captured")
                 recording, blocks = by_blocks, repeated
     if blocks and skipped:
         complete = replace(fake_copy, skipped=skipped)

@@ -120,6 +120,9 @@ _MOST_REFUSED = 2
 """Plans in a row that did not fit a call of other sizes, after which none is tried for one."""
 _LITTLE = 2**16
 """Bytes of an argument that no op reads, above which its size still counts."""
+_PATHS = 2
+"""Of how many paths through the model's code that values decide each has its own plan; after them a
+plan by blocks is tried."""
 _MOST_SELECTIONS = 3
 """Of how many times that a call selects more by values than planned, the last makes no plan."""
 _SELECTS_MORE = (
@@ -523,15 +526,18 @@ class PlanningForward(ObservingForward):
         same = None if not grew else next(
             (graph for graph in self.graphs if graph.call == call and graph.planner is not None
              and not graph.is_provisional), None)
+        # Of this call, perhaps with other sizes.
+        paths = [each for other, each in planners if each.has_control_flow
+                 and other is not None and other.without_sizes == call.without_sizes]
         with self._planning() as watch:
             make = partial(
                 GraphPlanner, module, args, kwargs, settings.planning, settings.limit,
                 settings.batches_ahead, partial(alive, self._optimizers), early=dict(self._early),
                 has_other_loss=self._has_other_loss,
                 is_whole=any(each.is_whole for _, each in planners),
-                has_control_flow=any(
-                    each.has_control_flow for other, each in planners
-                    if other is not None and other.without_sizes == call.without_sizes),
+                has_control_flow=bool(paths),
+                paths_vary=len([each for each in paths if not (
+                    each.may_skip or each.selects_more)]) == _PATHS,
                 earlier_answers=next((each.seen_answers for other, each in planners
                                       if other == call), ()),
                 may_select_more=self._may_select_more and all(

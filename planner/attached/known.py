@@ -151,7 +151,7 @@ class GraphPlanner:
                  early: EarlyGradients | None = None, is_whole: bool = False,
                  has_other_loss: bool = False, has_control_flow: bool = False,
                  earlier_answers: Sequence[tuple[Answer, ...]] = (), may_select_more: bool = True,
-                 known: Known | None = None) -> None:
+                 paths_vary: bool = False, known: Known | None = None) -> None:
         """Capture the step; raises `CaptureError`.  `batches_ahead`: how many batches the caller
         holds beside this one; `stepping`: the optimizers that were seen so far; `symbolic`: the
         step's graph, where it was captured before with symbolic sizes; `earlier`: a plan of that
@@ -159,7 +159,8 @@ class GraphPlanner:
         model is one region, too; `has_other_loss`: the loss may be of any of the outputs, though
         one of them is a loss; `has_control_flow`: as it was found in a call of other sizes;
         `earlier_answers`: of such calls, for whose selections there is to be room if
-        `may_select_more`; `known`: what such a call has shown of the step."""
+        `may_select_more`; `paths_vary`: as for `capture_step`; `known`: what such a call has shown
+        of the step."""
         self.is_whole = is_whole
         """True if no plan by blocks fits, so that a deep model is one region, too."""
         self.chose_blocks = False
@@ -179,6 +180,7 @@ class GraphPlanner:
         """True if the graph may have larger selections than the call."""
         self.selects_more = False
         """True if it has."""
+        self._paths_vary = paths_vary
         self.values_bytes = 0
         """What the call without gradients that learned them took, above the resident memory."""
         if known is None:
@@ -250,11 +252,12 @@ class GraphPlanner:
                 if larger is not None:
                     # Sizes that go together may not grow alike.
                     with suppress(CaptureError):
-                        self._step = capture(answers=answers, larger_answers=larger)
+                        self._step = capture(answers=answers, larger_answers=larger,
+                                             paths_vary=self._paths_vary)
                         self.selects_more = True
                 if not self.selects_more:
                     try:
-                        self._step = capture(answers=answers)
+                        self._step = capture(answers=answers, paths_vary=self._paths_vary)
                     except DataDependentValue as error:
                         raise CaptureError(f"{error.what or error}, {_NOT_FOLLOWED}") from error
         self.capture_seconds = time.thread_time() - begun
@@ -483,16 +486,18 @@ class GraphPlanner:
     def plan(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], known: Known, *,
              is_provisional: bool) -> Plan:
         """The plan for a call, all of whose step is known or some of it assumed; raises
-        `InfeasibleBudget`.  A deep model that does not fit by blocks is captured again as one
-        region, and a step that does not fit with larger selections again with its own."""
+        `InfeasibleBudget`.  A model that does not fit by blocks, though it needs not be
+        captured so, is captured again as a whole, and a step that does not fit with larger
+        selections again with its own."""
         make = self._provisional_plan if is_provisional else self._final_plan
-        if self.chose_blocks or self.selects_more:
+        if self.chose_blocks or self.selects_more or self._paths_vary:
             with suppress(InfeasibleBudget):
                 self._last = plan = make(known)
                 if plan.limited_bytes <= (plan.budget_bytes or math.inf):
                     return plan
             self.is_whole |= self.chose_blocks
             self.may_select_more &= not self.selects_more
+            self._paths_vary = False
             self._capture(model, args, kwargs, self._planning)
             if not is_provisional and self.needs_capture_for(known):
                 self.capture_again(model, args, kwargs, known)

@@ -122,3 +122,32 @@ def test_a_plan_serves_what_skips_other_blocks() -> None:
     plan = planner.plan(Dropping("python"), torch.randn(8, 32), loss_fn=lambda out: out.sum(),
                         regions="blocks")
     assert set(plan.spec.blocks) == {f"blocks.{number}" for number in range(5)}
+
+
+class Scaling(nn.Module):
+    """Scales what blocks add, as values decide: any call may take another path around them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            y = block(x)
+            x = y if torch.rand([]) < 0.5 else y * 0.5
+        return x
+
+
+@pytest.mark.slow
+def test_many_paths_around_blocks_share_one_plan() -> None:
+    torch.manual_seed(0)
+    plain = Scaling()
+    torch.manual_seed(0)
+    model = Scaling()
+    planner.within(model, "75%")
+    expected, plain_peaks = train(plain, 12)
+    losses, peaks = train(model, 12)
+    assert losses == expected
+    assert planner.status(model).plans <= 8  # of 32 paths
+    parameter_bytes = sum(each.nbytes for each in model.parameters())
+    assert max(peaks[8:]) + parameter_bytes <= 0.75 * (max(plain_peaks) + parameter_bytes)
