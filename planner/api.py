@@ -317,10 +317,11 @@ def capture_call(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
                  code: TracedCode | None = None) -> CapturedStep:
     """The step whose forward is `model(*args, **kwargs)`; `answers`: values of tensors that its
     code asks for; `larger_answers`, `paths_vary`: as for `capture_step`; `unknown_loss`: what
-    stands for a loss that was not given; `probe_headroom`: what running single ops may take, where the model is being
-    trained; `symbolic`: its graph, where that was captured before with symbolic sizes; `early`:
-    gradients that its loop uses and frees as they come; `keeps_code`: what is compiled is kept for
-    the model to run; `code`: what was kept before of the same step."""
+    stands for a loss that was not given; `probe_headroom`: what running single ops may take,
+    where the model is being trained; `symbolic`: its graph, where that was captured before with
+    symbolic sizes; `early`: gradients that its loop uses and frees as they come; `keeps_code`:
+    what is compiled is kept for the model to run; `code`: what was kept before of the same
+    step."""
     parallel, regions = planning.parallel, planning.regions
     if parallel is not None:
         regions = regions_of_rank(model, parallel, planning.regions)
