@@ -23,6 +23,7 @@ from __future__ import annotations
 import copy
 import copyreg
 import functools
+import threading
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -430,7 +431,8 @@ def device_planned_for(model: nn.Module, device: torch.device | str | None) -> t
                              "e.g. 'cuda' or 'cpu'")
     else:
         own = {tensor.device for tensor in (*model.parameters(), *model.buffers())
-               if tensor.dim() > 0 or tensor.device.type != "cpu"}  # scalars may stay on the host
+               if is_lazy(tensor) or tensor.dim() > 0  # scalars may stay on the host
+               or tensor.device.type != "cpu"}
         own.discard(torch.device("meta"))
         if len(own) > 1:
             raise CaptureError(f"the model is spread over {', '.join(sorted(map(str, own)))}; put "
@@ -478,17 +480,24 @@ class _SameTensors(TorchFunctionMode):
 @contextmanager
 def _copied_by_attributes() -> Iterator[None]:
     """Inside, `copy.deepcopy` copies the attributes of modules whose class defines how they are
-    pickled: those of keras save their weights and load them into new tensors."""
+    pickled: those of keras save their weights and load them into new tensors.  Python's modules and
+    locks, which it cannot copy, stay themselves."""
+    shared = [kind for kind in _SHARED if kind not in copyreg.dispatch_table]
     own = [kind for kind in _subclasses(nn.Module)
            if kind not in copyreg.dispatch_table and not kind.__module__.startswith("torch.")
            and kind.__reduce__ is not object.__reduce__ and not hasattr(kind, "__deepcopy__")]
     for kind in own:
         copyreg.pickle(kind, _attributes_of)
+    for kind in shared:
+        copyreg.pickle(kind, repr)  # a string stands for the object itself
     try:
         yield
     finally:
-        for kind in own:
+        for kind in (*own, *shared):
             del copyreg.dispatch_table[kind]
+
+
+_SHARED: tuple[type, ...] = (types.ModuleType, type(threading.Lock()), type(threading.RLock()))
 
 
 def _subclasses(kind: type[nn.Module]) -> set[type[nn.Module]]:

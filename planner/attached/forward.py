@@ -34,6 +34,7 @@ from weakref import finalize, ref
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from planner._apply.blocks import run_step
@@ -111,6 +112,9 @@ _HOOKS = (
 _HAD_NO_GRADIENT = (
     "nothing that such a call returned needed a gradient so far, and now something does: this call "
     "ran as it is written, and the next one is planned")
+_HAD_NO_PARAMETERS = (
+    "the model has lazy parameters, which its first call makes: this call ran as it is written, "
+    "and the next one is planned")
 _DIFFERENTIATED_AGAIN = (
     "calls whose gradients are differentiated again (create_graph=True, as for a gradient penalty) "
     "run as they are written, and nothing keeps them within the budget")
@@ -229,8 +233,12 @@ class PlanningForward(ObservingForward):
         is_foreign = self.is_foreign()
         if is_foreign and torch.is_grad_enabled():
             abandon()  # what is measured would be none of a step
-        if is_foreign or not is_step:
+        is_lazy_yet = is_step and not self.graphs and any(map(is_lazy, self.__self__.parameters()))
+        if is_foreign or not is_step or is_lazy_yet:
             output = self.plain(*args, **kwargs)
+            if is_lazy_yet:
+                self._counts.calls += 1
+                self.steps.count(_HAD_NO_PARAMETERS)
             if self._without_gradient and any(
                     tensor.requires_grad for tensor in output_tensors(output)):
                 self._without_gradient.discard(self.call_of(args, kwargs))

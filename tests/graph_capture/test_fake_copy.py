@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
+import math
 import threading
 from dataclasses import dataclass
 
@@ -177,16 +179,16 @@ def test_extra_objects_share_the_models_tensors():
     assert fake_copy.resident.buffers_bytes == 12
 
 
-class WithLock(nn.Module):
+class WithGenerator(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.inner = nn.Linear(2, 2)
-        self.inner.guard = threading.Lock()
+        self.inner.names = (name for name in "ab")
 
 
 def test_what_cannot_be_copied_is_named():
-    with pytest.raises(CaptureError, match=r"attribute `inner.guard` \(lock\)"):
-        make_fake_copy(WithLock())
+    with pytest.raises(CaptureError, match=r"attribute `inner.names` \(generator\)"):
+        make_fake_copy(WithGenerator())
     with pytest.raises(CaptureError, match="uninitialized parameters"):
         make_fake_copy(nn.LazyLinear(3))
     with pytest.raises(CaptureError, match="the model is compiled"):
@@ -195,6 +197,17 @@ def test_what_cannot_be_copied_is_named():
         make_fake_copy(nn.Linear(2, 2), device="meta")
     with pytest.raises(TypeError, match=r"expected a torch.nn.Module, got function"):
         make_fake_copy(lambda x: x)
+
+
+def test_modules_of_python_and_locks_are_shared():
+    model = nn.Linear(2, 2)
+    model.backend, model.guard = math, [threading.Lock(), threading.RLock()]
+    copied = make_fake_copy(model).model
+    assert copied.backend is math
+    assert copied.guard[0] is model.guard[0]
+    assert copied.guard[1] is model.guard[1]
+    with pytest.raises(TypeError, match="cannot pickle"):
+        copy.deepcopy(math)  # for others, as before
 
 
 class OwnsItsOptimizer(nn.Module):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import threading
 from collections.abc import Callable
@@ -557,3 +558,21 @@ def test_a_call_that_returns_nothing_to_differentiate_runs_as_written():
     model.generator.requires_grad_(False)
     with pytest.warns(UserWarning, match="this call ran as it is written"):
         assert model(noise).requires_grad
+
+
+def test_lazy_parameters_are_made_in_a_first_call_that_runs_as_written():
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.LazyLinear(32), nn.GELU(), nn.LazyLinear(32), nn.GELU())
+    model = planner.within(copy.deepcopy(plain), "90%", time_limit=1)
+    with pytest.raises(planner.CaptureError, match="uninitialized parameters"):
+        planner.plan(plain, torch.randn(64, 16))
+    for step in range(3):
+        for each in (plain, model):
+            torch.manual_seed(step)
+            x = torch.randn(64, 16)
+            each.zero_grad()
+            with (pytest.warns(UserWarning, match="lazy parameters") if each is model and not step
+                  else contextlib.nullcontext()):
+                each(x).square().mean().backward()
+        assert_same_gradients(model, plain)
+    assert planner.status(model).planned_steps
