@@ -120,7 +120,7 @@ class Answer:
 
     def is_for(self, op: OpOverload, args: tuple[Any, ...]) -> bool:
         """True if the answer may be that of this call."""
-        return self.op is op and self.operands in (None, _operands(args))
+        return self.op is op and (self.operands is None or self.operands == _operands(args))
 
     @property
     def most_selected(self) -> int:
