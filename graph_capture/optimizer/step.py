@@ -9,8 +9,8 @@ An optimizer instance may update copies of its own in place of the model's param
 weights): then the user is assumed to copy the model's gradients to them before each step.
 
 A step with a closure, as that of L-BFGS, evaluates the model at any time; the trace records where.
-Two of its steps by `graph_capture.optimizer.trajectory` are traced: the first, and the first one
-with the full state, which represents all later ones.
+Such steps follow `graph_capture.optimizer.trajectory`, up to the first one that starts with the
+full state, which represents all later ones.
 
 Blind spots: kernels of others than torch, and their state; an optimizer that does something else
 every so many steps.
@@ -73,7 +73,7 @@ class OptimizerSettings:
 
 @dataclass(frozen=True, slots=True)
 class OptimizerTrace:
-    """An optimizer from its creation to the end of its second step."""
+    """An optimizer from its creation to the end of the step that represents all later ones."""
 
     name: str
     trace: MemoryTrace
@@ -131,8 +131,8 @@ def trace_optimizer_steps(
     sparse: Mapping[str, torch.Tensor] | None = None, settings: OptimizerSettings | None = None,
     workspace: Workspace = lambda *call: 0,
 ) -> OptimizerTrace:
-    """Two steps of `optimizer` on the trainable parameters of the fake copy's model: the first, and
-    one that represents all later ones.
+    """Steps of `optimizer` on the trainable parameters of the fake copy's model, up to one that
+    represents all later ones.
 
     An instance, or each of several, keeps its groups, settings and state; it belongs to the
     original model and is not touched. (If the step uses a closure, the state is left out.) A class,
@@ -294,14 +294,8 @@ class _Steps:
             raise ValueError("a step that takes a closure is traced for one optimizer alone")
         (stepper,) = self.steppers
         stepper.state.clear()
-        trajectory = OptimizerTrajectory(stepper)
         assert isinstance(self.storage_less.mode, StorageLessMode)
-        for number, answers in enumerate(trajectory.first_and_fullest()):
-            if number:
-                stepper.state.clear()  # before the other one exists
-                with self.storage_less.mode, self.tracker:
-                    stepper.state = trajectory.state_on(self.parameters)
-                self._mark()
+        for answers in OptimizerTrajectory(stepper).steps():
             self.storage_less.mode.answer_with(answers)
             yield
 

@@ -11,10 +11,8 @@ Blind spots: a real run may stop a step early, and uses less memory then.
 
 from __future__ import annotations
 
-import copy
 import inspect
-from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -79,54 +77,19 @@ class OptimizerTrajectory:
         self.evaluations = 0
         """Number of evaluations of the function so far."""
 
-    def first_and_fullest(self) -> Iterator[list[Answer]]:
-        """The values that the optimizer's code asks for, in order: in the first step, and in the
-        first one that starts with the full state.
+    def steps(self) -> Iterator[list[Answer]]:
+        """The values that the optimizer's code asks for, in order, in each step up to the first one
+        that starts with the full state.
 
-        Before the second, `state_on` gives the state that it starts from.  Raises `ValueError` if
-        the state grows without end.
+        Raises `ValueError` if the state grows without end.
         """
-        yield self.step()
-        while True:
-            before = self._state_bytes()
-            self._before = copy.deepcopy(self._optimizer.state)
-            answers = self.step()
-            if self._state_bytes() == before:
-                yield answers
-                return
+        before, now = -2, -1
+        while before != now:
             if self.evaluations > _MOST_EVALUATIONS:
                 raise ValueError("its state still grows after "
                                  f"{self.evaluations} evaluations of the model")
-
-    def state_on(self, parameters: Sequence[torch.Tensor]) -> defaultdict[Any, Any]:
-        """The state before the last step, for these parameters in place of the small ones; values
-        are not set.
-
-        Supports tensors of all elements in a row, of one element, and of a parameter's shape;
-        raises `ValueError` for others.
-        """
-        elements = sum(p.numel() for p in self._parameters)
-        shapes = {tuple(small.shape): p.shape
-                  for small, p in zip(self._parameters, parameters, strict=True)}
-        whole = torch.Size([sum(p.numel() for p in parameters)])
-        made: dict[int, torch.Tensor] = {}
-
-        def on_parameters(leaf: Any) -> Any:
-            if not isinstance(leaf, torch.Tensor):
-                return leaf
-            if id(leaf) not in made:
-                shape = (torch.Size(leaf.shape) if leaf.numel() == 1 else
-                         whole if leaf.shape == (elements,) else shapes.get(tuple(leaf.shape)))
-                if shape is None:
-                    raise ValueError(f"its state has a tensor of the shape {tuple(leaf.shape)}, "
-                                     "neither that of a parameter nor of all in a row")
-                made[id(leaf)] = parameters[0].new_empty(shape)
-            return made[id(leaf)]
-
-        large = dict(zip(self._parameters, parameters, strict=True))
-        return defaultdict(dict, {
-            large[key]: pytree.tree_map(on_parameters, state)
-            for key, state in zip(self._optimizer.state, self._before.values(), strict=True)})
+            yield self.step()
+            before, now = now, self._state_bytes()
 
     def _state_bytes(self) -> int:
         leaves = pytree.tree_leaves(list(self._optimizer.state.values()))
