@@ -15,9 +15,10 @@ collector runs, at another time than in the real step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, TypeVar
 
 import torch
@@ -183,29 +184,38 @@ def _no_autocast(device: torch.device) -> AbstractContextManager[Any]:
     return nullcontext()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class EagerStep:
-    """Memory of one plain training step, above what is resident."""
+    """One plain training step, above what is resident."""
 
-    peak_bytes: int
-    by_category: Mapping[BufferKind, int]
-    """Bytes of each kind at the peak; they sum to `peak_bytes`.  Workspace is a temporary."""
-    forward_peak_bytes: int
-    """Maximum before the backward begins, the loss included."""
-    end_bytes: int
-    """Memory left when the step ends and its output is released: the gradients."""
-    with_gradient: frozenset[str]
-    """Names of the parameters that get a gradient."""
-    loss: LossFootprint
-    storage_less: bool
-    """True if the code ran on storage-less tensors, which look ordinary to it; false for fake
-    tensors, which some libraries treat differently."""
-    memory_timeline: tuple[int, ...] = field(default=(), compare=False, repr=False)
-    """Maximum of bytes from each op's run to the next one."""
-    backward_begins: int = field(default=0, compare=False)
-    """Number of runs before the backward."""
-    blocks: MicroBatch | None = field(default=None, compare=False, repr=False)
+    blocks: MicroBatch
     """All blocks that it allocates and frees, in order."""
+    loss: LossFootprint
+
+    @cached_property
+    def peak_bytes(self) -> int:
+        """Maximum of its memory."""
+        return self.blocks.trace.peak_bytes
+
+    @cached_property
+    def forward_peak_bytes(self) -> int:
+        """Maximum before the backward begins, the loss included."""
+        return self.blocks.trace.until(self.blocks.backward_begins).peak_bytes
+
+    @property
+    def with_gradient(self) -> frozenset[str]:
+        """Names of the parameters that get a gradient."""
+        return self.blocks.with_gradient
+
+    @property
+    def memory_timeline(self) -> list[int]:
+        """Maximum of bytes from each op's run to the next one."""
+        return self.blocks.trace.levels_by_run()
+
+    @property
+    def backward_begins(self) -> int:
+        """Number of runs before the backward."""
+        return sum(run.event < self.blocks.backward_begins for run in self.blocks.trace.runs)
 
 
 def trace_eager_step(fake_copy: FakeCopy, loss_fn: LossFn | None = None, *, workspace: Workspace,
@@ -222,20 +232,10 @@ def trace_eager_step(fake_copy: FakeCopy, loss_fn: LossFn | None = None, *, work
     def look(running: FakeCopy, output: Any, loss: LossFn | None) -> None:
         footprint[:] = [trace_loss(loss, output, running, workspace)]
 
-    step = trace_micro_batch(fake_copy, loss_fn, workspace=workspace,
-                             with_gradient=with_gradient, holds_output=holds_output, look=look,
-                             wrapper=wrapper)
-    trace = step.trace
-    at_peak = trace.by_category(trace.alive_at_peak())
-    return EagerStep(
-        peak_bytes=trace.peak_bytes,
-        by_category={kind: at_peak[Category(kind.value)] for kind in BufferKind},
-        forward_peak_bytes=trace.until(step.backward_begins).peak_bytes,
-        end_bytes=sum(trace.blocks[block].size_bytes
-                      for block in (*step.gradients, *step.left_blocks)),
-        with_gradient=step.with_gradient, loss=footprint[0],
-        storage_less=step.storage_less, memory_timeline=tuple(trace.levels_by_run()),
-        backward_begins=sum(run.event < step.backward_begins for run in trace.runs), blocks=step)
+    blocks = trace_micro_batch(fake_copy, loss_fn, workspace=workspace,
+                               with_gradient=with_gradient, holds_output=holds_output, look=look,
+                               wrapper=wrapper)
+    return EagerStep(blocks, footprint[0])
 
 
 def resident_blocks(fake_copy: FakeCopy, resident: ResidentMemory, *, is_sharded: bool = False

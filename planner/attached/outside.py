@@ -160,7 +160,7 @@ class Outside:
 def plain_saved_bytes(step: CapturedStep) -> int:
     """Memory that a plain call keeps from the end of its forward to its backward."""
     blocks = step.baseline.blocks
-    return 0 if blocks is None else blocks.trace.levels()[blocks.loss_begins]
+    return blocks.trace.levels()[blocks.loss_begins]
 
 
 def saved_bytes(variant: Variant, schedule: Schedule) -> int:

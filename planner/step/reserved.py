@@ -137,10 +137,9 @@ class StepSurroundings:
         first, later = step.baseline.blocks, step.later and step.later.blocks
 
         def plain(with_gradient: frozenset[str]) -> MicroBatch:
-            assert first is not None
             return later if with_gradient and later else first
 
-        is_followed = first is not None and (accumulation == 1 or later is not None)
+        is_followed = accumulation == 1 or later is not None
         return cls(
             step.resident_blocks(), frozenset(step.tracing.fake_copy.parameters),
             step.optimizer_steps,
