@@ -23,7 +23,7 @@ from collections import OrderedDict, defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch.optim import Optimizer
@@ -67,8 +67,6 @@ class OptimizerSettings:
     """True if a `torch.amp.GradScaler` unscales the gradients and makes the step."""
     set_to_none: bool = True
     """As in `optimizer.zero_grad`; it matters here for gradients of the optimizer's own copies."""
-    implementation: Literal["for-loop", "fused"] | None = None
-    """Implementation of the step, in place of the optimizer's setting."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,7 +218,7 @@ class _Steps:
                            if p.requires_grad or id(p) not in self.names]
         self.own_copies = [p for p in self.parameters if id(p) not in self.names]
         for group in groups:
-            _choose_implementation(group, fake_copy.device, settings.implementation)
+            _choose_implementation(group, fake_copy.device)
         self.sparse, self.with_gradient = sparse, with_gradient
         self._give_gradients()
 
@@ -344,18 +342,11 @@ def _without_multi_tensor_ops(workspace: Workspace) -> Workspace:
     return bytes_of
 
 
-def _choose_implementation(group: dict[str, Any], device: torch.device,
-                           wanted: str | None) -> None:
-    """Set the requested implementation, or torch's own choice on a GPU: the trace is on the CPU,
-    where torch would choose the loop over single tensors."""
-    if wanted is not None:
-        if "foreach" not in group or (wanted == "fused" and "fused" not in group):
-            raise ValueError(f"the optimizer has no variant {wanted}")
-        group["foreach"] = False
-        if "fused" in group:
-            group["fused"] = wanted == "fused"
-    elif (device.type == "cuda" and group.get("foreach", False) is None and not group.get("fused")
-          and not group.get("differentiable")):
+def _choose_implementation(group: dict[str, Any], device: torch.device) -> None:
+    """Set torch's own choice on a GPU: the trace is on the CPU, where torch would choose the loop
+    over single tensors."""
+    if (device.type == "cuda" and group.get("foreach", False) is None and not group.get("fused")
+            and not group.get("differentiable")):
         group["foreach"] = True
 
 
