@@ -28,7 +28,7 @@ from planner._graph_capture.training_graph import (
     HELD_IN_FORWARD,
     LOSS_BACKWARD,
     Buffer,
-    BufferKind,
+    Category,
     Phase,
     TrainingGraph,
     pseudo_op,
@@ -146,7 +146,7 @@ def _with_held_in_forward(graph: TrainingGraph, held_bytes: int, workspace_bytes
     last = pseudo_op("loss/with the gradients of the step before#0", Phase.LOSS, -1, (held,), (),
                      workspace_bytes)
     buffers = (*(replace(buffer, producer=buffer.producer + 1 + (buffer.producer >= end))
-                 for buffer in graph.buffers), Buffer(held_bytes, 0, BufferKind.TEMPORARY))
+                 for buffer in graph.buffers), Buffer(held_bytes, 0, Category.TEMPORARIES))
     return replace(
         graph, ops=(first, *graph.ops[:end], last, *graph.ops[end:]), buffers=buffers,
         regions=tuple(replace(

@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import nn
 
-from planner._graph_capture.training_graph import BufferKind, ResidentMemory
+from planner._graph_capture.training_graph import Category, ResidentMemory
 
 if TYPE_CHECKING:
     from planner._graph_capture.fake_copies.fake import FakeCopy
 
-MakeBuffer = Callable[[int, BufferKind], torch.Tensor]
+MakeBuffer = Callable[[int, Category], torch.Tensor]
 """Allocates a buffer of so many bytes and of this kind; buffers of collectives are temporaries."""
 
 

@@ -47,17 +47,26 @@ class Phase(StrEnum):
     BACKWARD = "backward"
 
 
-class BufferKind(StrEnum):
-    """The use of a buffer, as shown to the user."""
+class Category(StrEnum):
+    """The use of a block of memory, as shown to the user."""
 
-    ACTIVATION = "activations"
-    """Made by the forward (or the loss): saved tensors, outputs and short-lived values."""
-    GRADIENT = "gradients"
-    """Gradient of a parameter; stays to the end of the step."""
-    TEMPORARY = "temporaries"
-    """Made by the backward and freed before its end: gradients of activations, cotangents."""
-    PARAMETER = "parameters"
-    """Whole parameters, while they are gathered from this rank's and others' shards."""
+    PARAMETERS = "parameters"
+    """Among what a step makes: whole ones, gathered from this rank's and others' shards."""
+    BUFFERS = "buffers"
+    INPUTS = "inputs"
+    GRADIENTS = "gradients"
+    """Gradients of parameters; they stay to the end of the step."""
+    OPTIMIZER = "optimizer"
+    """State, and the optimizer's own copies of the parameters."""
+    ACTIVATIONS = "activations"
+    """Made by the forward or the loss: saved tensors, outputs and short-lived values."""
+    TEMPORARIES = "temporaries"
+    """Freed before the step ends: gradients of activations, cotangents, workspace of single ops,
+    temporaries of the optimizer's step."""
+
+
+MADE_BY_STEP = (Category.ACTIVATIONS, Category.GRADIENTS, Category.TEMPORARIES, Category.PARAMETERS)
+"""What forward, loss and backward allocate."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +76,7 @@ class Buffer:
     size_bytes: int
     producer: int
     """Index of the op that makes it."""
-    kind: BufferKind
+    kind: Category
     kept_to_end: bool = False
     """Kept alive by the user to the end of the step: the model's output, a parameter's gradient."""
     label: str = ""
@@ -287,7 +296,7 @@ class TrainingGraph:
     def gradient_bytes(self) -> int:
         """Bytes of the parameters' gradients at the end of the backward."""
         return sum(buffer.size_bytes for buffer in self.buffers
-                   if buffer.kept_to_end and buffer.kind is BufferKind.GRADIENT)
+                   if buffer.kept_to_end and buffer.kind is Category.GRADIENTS)
 
     @cached_property
     def step_flops(self) -> int:
@@ -389,11 +398,11 @@ def _check_buffers(graph: TrainingGraph) -> None:
         maker = graph.ops[buffer.producer]
         _require(index in maker.outputs, f"{maker.name} does not list buffer {index}")
         _require(buffer.size_bytes >= 0, f"buffer {index} has a negative size")
-        if buffer.kind is BufferKind.GRADIENT:
+        if buffer.kind is Category.GRADIENTS:
             # A residual passes the loss's own gradient on to an input.
             _require(maker.phase is not Phase.FORWARD,
                      f"gradient {buffer.label} is made in the forward")
-        if buffer.kind is BufferKind.ACTIVATION:
+        if buffer.kind is Category.ACTIVATIONS:
             _require(maker.phase is not Phase.BACKWARD or buffer.kept_to_end,
                      f"{maker.name} makes an activation in the backward")
 

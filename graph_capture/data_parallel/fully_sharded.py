@@ -40,7 +40,7 @@ from torch import nn
 from planner._graph_capture.module_forward import removed_afterwards
 from planner._graph_capture.rank import MakeBuffer, Wrapper
 from planner._graph_capture.torch_compat import pytree
-from planner._graph_capture.training_graph import BufferKind
+from planner._graph_capture.training_graph import Category
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,7 +167,7 @@ class Sharded(Wrapper):
         gradients, self.sharded_gradients = self.sharded_gradients, []
         return gradients
 
-    def _buffer(self, size_bytes: int, kind: BufferKind) -> torch.Tensor:
+    def _buffer(self, size_bytes: int, kind: Category) -> torch.Tensor:
         assert self._make is not None
         return self._make(size_bytes, kind)
 
@@ -176,21 +176,21 @@ class Sharded(Wrapper):
             cast = None
             if self.precision.shards is not None:
                 cast = self._buffer(unit.whole_bytes(self.ranks) // self.ranks,
-                                    BufferKind.TEMPORARY)
-            unit.gathered = self._buffer(unit.whole_bytes(self.ranks), BufferKind.TEMPORARY)
+                                    Category.TEMPORARIES)
+            unit.gathered = self._buffer(unit.whole_bytes(self.ranks), Category.TEMPORARIES)
             del cast
             self._communicate(unit.gathered)
 
     def _communicate(self, buffer: torch.Tensor) -> None:
         if self._library_copies:
-            self._buffer(buffer.numel(), BufferKind.TEMPORARY)  # and released at once
+            self._buffer(buffer.numel(), Category.TEMPORARIES)  # and released at once
 
     def _copy_out(self, unit: ShardedUnit, *, forward: bool) -> None:
         if unit.gathered is None:
             return
         if forward:
             self._last_gathered = None
-        unit.unsharded = self._buffer(unit.whole_bytes(self.ranks), BufferKind.PARAMETER)
+        unit.unsharded = self._buffer(unit.whole_bytes(self.ranks), Category.PARAMETERS)
         if forward:
             self._last_gathered = unit.gathered
         unit.gathered = None
@@ -258,14 +258,14 @@ class Sharded(Wrapper):
             reduced_bytes, shard_bytes = (
                 sum(padded_shard_bytes(p, self.ranks, dtype) for p in with_gradient)
                 for dtype in (reduced, shards))
-            self._reducing = self._buffer(self.ranks * reduced_bytes, BufferKind.TEMPORARY)
+            self._reducing = self._buffer(self.ranks * reduced_bytes, Category.TEMPORARIES)
             for parameter in with_gradient:
                 parameter.grad = None
             output = None
             if shards is not None and reduced is not shards:
-                output = self._buffer(reduced_bytes, BufferKind.TEMPORARY)
+                output = self._buffer(reduced_bytes, Category.TEMPORARIES)
                 self._communicate(self._reducing)
-            self.sharded_gradients.append(self._buffer(shard_bytes, BufferKind.GRADIENT))
+            self.sharded_gradients.append(self._buffer(shard_bytes, Category.GRADIENTS))
             if output is None:
                 self._communicate(self._reducing)
 

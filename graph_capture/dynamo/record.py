@@ -59,7 +59,7 @@ from planner._graph_capture.torch_compat import (
     storage_key,
     weakly,
 )
-from planner._graph_capture.training_graph import BufferKind
+from planner._graph_capture.training_graph import Category
 from planner._graph_capture.user_code import place_of
 
 
@@ -416,7 +416,7 @@ class _Recorder:
 
         graph.run = call
 
-    def make_buffer(self, size_bytes: int, kind: BufferKind) -> torch.Tensor:
+    def make_buffer(self, size_bytes: int, kind: Category) -> torch.Tensor:
         """Allocate a buffer of the wrapper."""
         if self.again.tracker is not None:
             return self.again.tracker.make_buffer(size_bytes, kind)

@@ -26,7 +26,7 @@ import torch
 from planner._graph_capture.fake_copies.fake import FakeCopy
 from planner._graph_capture.memory.tracker import MemoryTracker, Workspace
 from planner._graph_capture.torch_compat import pytree, storage_key, written_tensors
-from planner._graph_capture.training_graph import BufferKind
+from planner._graph_capture.training_graph import Category
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ class UncapturedBuffer:
     """Number of the last gap in which it was alive; `None`: alive at the end of the step."""
     parameter: str = ""
     """Name of the parameter whose gradient it is; empty if it is none."""
-    kind: BufferKind | None = None
+    kind: Category | None = None
     """Kind that a wrapper assigned to it."""
 
 
@@ -140,7 +140,7 @@ class GapTracker(MemoryTracker):
         """Record when the gradients that the backward of a call returned are released."""
         self._watch(self._gradients, call, gradients)
 
-    def make_buffer(self, size_bytes: int, kind: BufferKind) -> torch.Tensor:
+    def make_buffer(self, size_bytes: int, kind: Category) -> torch.Tensor:
         """Allocate a buffer of a wrapper; a new gap begins with it."""
         self._next_gap()
         return super().make_buffer(size_bytes, kind)

@@ -25,7 +25,7 @@ from planner._graph_capture.errors import CaptureError
 from planner._graph_capture.fake_copies.fake import FakeCopy
 from planner._graph_capture.fake_copies.storage_less import StorageLessMode
 from planner._graph_capture.inductor.shortened import LeftOut
-from planner._graph_capture.memory.trace import Category, MemoryTrace
+from planner._graph_capture.memory.trace import MemoryTrace
 from planner._graph_capture.memory.tracker import MemoryTracker
 from planner._graph_capture.op_costs.costs import OpCosts
 from planner._graph_capture.plain_step.loss import LossFn, objective
@@ -36,7 +36,7 @@ from planner._graph_capture.torch_compat import (
     OpOverload,
     compile_settings,
 )
-from planner._graph_capture.training_graph import BufferKind, CodeMemory
+from planner._graph_capture.training_graph import MADE_BY_STEP, Category, CodeMemory
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,17 +44,12 @@ class CompiledStep:
     """Memory of one compiled training step, above what is resident."""
 
     peak_bytes: int
-    by_category: Mapping[BufferKind, int]
-    """Bytes of each kind at the peak; they sum to `peak_bytes`.  Workspace is a temporary."""
-    memory_timeline: Mapping[BufferKind, Sequence[int]]
+    by_category: Mapping[str, int]
+    """Bytes of each category at the peak; they sum to `peak_bytes`.  Workspace is a temporary."""
+    memory_timeline: Mapping[Category, Sequence[int]]
     """Bytes of each kind after each allocation and release."""
     backward_begins: int
     """Number of allocations and releases before the backward."""
-
-    @property
-    def bytes_of(self) -> dict[str, int]:
-        """`by_category`, by the name of the kind."""
-        return {kind.value: size for kind, size in self.by_category.items()}
 
 
 @dataclass(frozen=True)
@@ -124,7 +119,7 @@ class CompiledTracer:
         args, kwargs = fake_copy.arguments()
         leaves = [tensor for tensor in fake_copy.fake_of.values() if tensor.is_leaf]
 
-        def make_untracked(size_bytes: int, kind: BufferKind) -> torch.Tensor:
+        def make_untracked(size_bytes: int, kind: Category) -> torch.Tensor:
             return torch.empty(size_bytes, dtype=torch.uint8, device=fake_copy.trace_device)
 
         make_buffer = make_untracked if tracker is None else tracker.make_buffer
@@ -135,8 +130,7 @@ class CompiledTracer:
                     goal = objective(output, self.loss_fn)
                 if not self.holds_output:
                     output = None
-                first_of_backward = 0 if tracker is None else tracker.start_of_backward()
-                backward_begins = 0 if tracker is None else tracker.event_count
+                backward_begins = 0 if tracker is None else tracker.start_of_backward()
                 goal.backward()
                 left = wrapper.finish()
                 if tracker is None:
@@ -152,15 +146,8 @@ class CompiledTracer:
             for tensor in leaves:
                 tensor.grad = None
 
-        def category_of(number: int) -> Category:
-            if number in tracker.kind_of:
-                return Category(tracker.kind_of[number].value)
-            return (Category.GRADIENTS if number in gradients
-                    else Category.TEMPORARIES if number >= first_of_backward or number in seeds
-                    else Category.ACTIVATIONS)
-
-        trace = tracker.trace(category_of).until(end)
-        memory_timeline = {kind: trace.levels_of(Category(kind.value)) for kind in BufferKind}
+        trace = tracker.trace(tracker.categories(gradients, seeds)).until(end)
+        memory_timeline = {kind: trace.levels_of(kind) for kind in MADE_BY_STEP}
         for stretch in left_out():
             _count(stretch, trace, backward_begins, memory_timeline)
         levels = [0, *map(sum, zip(*memory_timeline.values(), strict=True))]
@@ -173,7 +160,7 @@ class CompiledTracer:
 
 
 def _count(stretch: LeftOut, trace: MemoryTrace, backward_begins: int,
-           memory_timeline: Mapping[BufferKind, list[int]]) -> None:
+           memory_timeline: Mapping[Category, list[int]]) -> None:
     """Add the memory of omitted layers to the levels after each event.
 
     Their saved tensors count from the point where the forward has saved as much as before them to
@@ -198,8 +185,8 @@ def _count(stretch: LeftOut, trace: MemoryTrace, backward_begins: int,
         lambda block: trace.blocks[block].category is Category.GRADIENTS,
         stretch.gradients_before_bytes, backward_begins))
     for kind, begin, end, size in (
-            (BufferKind.ACTIVATION, saved, done, stretch.saved_bytes),
-            (BufferKind.GRADIENT, done, len(trace.events), stretch.gradient_bytes)):
+            (Category.ACTIVATIONS, saved, done, stretch.saved_bytes),
+            (Category.GRADIENTS, done, len(trace.events), stretch.gradient_bytes)):
         row = memory_timeline[kind]
         row[begin:end] = [level + size for level in row[begin:end]]
 

@@ -9,26 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from enum import StrEnum
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
-
-class Category(StrEnum):
-    """The category of a block."""
-
-    PARAMETERS = "parameters"
-    BUFFERS = "buffers"
-    INPUTS = "inputs"
-    GRADIENTS = "gradients"
-    """Gradients of parameters."""
-    OPTIMIZER = "optimizer"
-    """State, and the optimizer's own copies of the parameters."""
-    ACTIVATIONS = "activations"
-    """Made by the forward or the loss: saved tensors, outputs and short-lived values."""
-    TEMPORARIES = "temporaries"
-    """Gradients of activations, workspace of single ops, temporaries of the optimizer's step."""
-
+from planner._graph_capture.training_graph import Category
 
 COMMUNICATION = "buffers of collectives"
 """Label of the temporaries of a data-parallel wrapper."""

@@ -33,7 +33,7 @@ from torch.nn.modules.module import (
 from planner._graph_capture.joint_graph.reduced_losses import in_its_storage
 from planner._graph_capture.memory.allocator import allocated_bytes
 from planner._graph_capture.memory.sparse import strided_tensors
-from planner._graph_capture.memory.trace import Block, Category, MemoryTrace, OpRun
+from planner._graph_capture.memory.trace import Block, MemoryTrace, OpRun
 from planner._graph_capture.torch_compat import (
     GradientSums,
     InfraMode,
@@ -47,7 +47,7 @@ from planner._graph_capture.torch_compat import (
     storage_key,
 )
 from planner._graph_capture.torch_compat.dispatch import as_composed, may_copy
-from planner._graph_capture.training_graph import BufferKind
+from planner._graph_capture.training_graph import Category
 
 Workspace = Callable[[OpOverload, tuple[Any, ...], Mapping[str, Any], Any], int]
 """Bytes of temporary memory of an op, e.g. `OpProbe.workspace_bytes`."""
@@ -77,9 +77,10 @@ class MemoryTracker(InfraMode):
         self._events: list[int] = []  # as in `MemoryTrace`
         self._runs: list[OpRun] = []
         self._running = ("", "")
-        self._sums, self._in_backward = GradientSums(), False
+        self._sums = GradientSums()
+        self._first_of_backward: int | None = None
         self._closed = False
-        self.kind_of: dict[int, BufferKind] = {}
+        self.kind_of: dict[int, Category] = {}
         """Kinds of the buffers that `make_buffer` allocated, by number."""
         self.live_bytes = 0
         """Bytes of the storages alive now."""
@@ -107,9 +108,9 @@ class MemoryTracker(InfraMode):
         self.peak_bytes = self.live_bytes
 
     def start_of_backward(self) -> int:
-        """From here on autograd's engine runs; returns the number of the next storage."""
-        self._in_backward = True
-        return len(self._sizes)
+        """From here on autograd's engine runs; returns the number of events so far."""
+        self._first_of_backward = len(self._sizes)
+        return self.event_count
 
     def close(self) -> None:
         """Ignore all later releases."""
@@ -129,7 +130,7 @@ class MemoryTracker(InfraMode):
             self.__exit__(None, None, None)
         return True
 
-    def make_buffer(self, size_bytes: int, kind: BufferKind) -> torch.Tensor:
+    def make_buffer(self, size_bytes: int, kind: Category) -> torch.Tensor:
         """Allocate a buffer of data parallelism, and note its kind."""
         buffer = torch.empty(size_bytes, dtype=torch.uint8, device=self._trace_device)
         number = self.number_of(buffer)
@@ -150,6 +151,20 @@ class MemoryTracker(InfraMode):
         """Numbers of the storages alive now."""
         return set(self._references)
 
+    def categories(self, gradients: Collection[int | None], seeds: Collection[int | None]
+                   ) -> Callable[[int], Category]:
+        """The category of a storage of forward, loss and backward, by number; `gradients`: numbers
+        of the parameters' gradients, `seeds`: of the cotangents with which the backward starts."""
+        def category_of(number: int) -> Category:
+            if number in gradients:
+                return Category.GRADIENTS
+            assert self._first_of_backward is not None
+            return self.kind_of.get(number, (
+                Category.TEMPORARIES if number >= self._first_of_backward or number in seeds
+                else Category.ACTIVATIONS))
+
+        return category_of
+
     def trace(self, category_of: Callable[[int], Category],
               labels: Mapping[int, str] | None = None) -> MemoryTrace:
         """The trace so far; `category_of`: the category of a storage by number (workspace is
@@ -169,7 +184,7 @@ class MemoryTracker(InfraMode):
         kwargs = kwargs or {}
         if func is torch.ops.prim.device.default:
             return func(*args, **kwargs)
-        if (self._in_backward and func is torch.ops.aten.add.Tensor
+        if (self._first_of_backward is not None and func is torch.ops.aten.add.Tensor
                 and self._sums.in_place(args)):
             func = torch.ops.aten.add_.Tensor
         if not isinstance(func, OpOverload):

@@ -23,7 +23,7 @@ from planner._graph_capture.module_forward import removed_afterwards
 from planner._graph_capture.optimizer.named import instances
 from planner._graph_capture.optimizer.step import trace_optimizer_steps
 from planner._graph_capture.rank import MakeBuffer, Wrapper
-from planner._graph_capture.training_graph import BufferKind
+from planner._graph_capture.training_graph import Category
 
 EarlyGradients = Mapping[str, int]
 """Names of the parameters whose gradients are used as they come -> the bytes that this allocates.
@@ -44,7 +44,7 @@ class UsesGradients(Wrapper):
     def attached(self, model: nn.Module, make: MakeBuffer) -> Iterator[None]:
         def use(parameter: torch.Tensor) -> None:
             if size_bytes := self.early[names[id(parameter)]]:
-                make(size_bytes, BufferKind.TEMPORARY)  # and released at once
+                make(size_bytes, Category.TEMPORARIES)  # and released at once
             parameter.grad = None
 
         parameters = [(name, parameter) for name, parameter in model.named_parameters()

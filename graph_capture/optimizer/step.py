@@ -38,7 +38,7 @@ from planner._graph_capture.fake_copies.storage_less import (
 )
 from planner._graph_capture.joint_graph.joint import tensors_of
 from planner._graph_capture.memory.sparse import strided_tensors
-from planner._graph_capture.memory.trace import Block, Category, MemoryTrace
+from planner._graph_capture.memory.trace import Block, MemoryTrace
 from planner._graph_capture.memory.tracker import MemoryTracker, Workspace
 from planner._graph_capture.optimizer.named import instances, make_optimizers, optimizer_name
 from planner._graph_capture.optimizer.trajectory import (
@@ -54,7 +54,7 @@ from planner._graph_capture.torch_compat import (
     storage_key,
     without_hooks_of_all_optimizers,
 )
-from planner._graph_capture.training_graph import OptimizerMemory
+from planner._graph_capture.training_graph import Category, OptimizerMemory
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from torch import nn
 
 from planner._graph_capture.errors import CaptureError
 from planner._graph_capture.fake_copies.fake import FakeCopy, device_planned_for, make_fake_copy
-from planner._graph_capture.memory.trace import Block, Category, MemoryTrace, MicroBatch
+from planner._graph_capture.memory.trace import Block, MemoryTrace, MicroBatch
 from planner._graph_capture.memory.tracker import MemoryTracker, ModuleLocator
 from planner._graph_capture.op_costs.costs import OpCosts
 from planner._graph_capture.op_costs.devices import Gpu, compute_capability
@@ -34,6 +34,7 @@ from planner._graph_capture.plain_step.micro_batch import (
 from planner._graph_capture.plain_step.observed_loss import without_watches
 from planner._graph_capture.rank import RankLayout
 from planner._graph_capture.torch_compat import quiet_fake_tensors
+from planner._graph_capture.training_graph import Category
 
 
 class PlainLoop:

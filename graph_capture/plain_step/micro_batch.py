@@ -32,7 +32,7 @@ from planner._graph_capture.fake_copies.storage_less import (
 )
 from planner._graph_capture.memory.allocator import allocated_bytes
 from planner._graph_capture.memory.sparse import is_sparse, strided_tensors
-from planner._graph_capture.memory.trace import COMMUNICATION, Block, Category, MicroBatch
+from planner._graph_capture.memory.trace import COMMUNICATION, Block, MicroBatch
 from planner._graph_capture.memory.tracker import MemoryTracker, ModuleLocator, Workspace
 from planner._graph_capture.plain_step.loss import (
     LossFn,
@@ -43,7 +43,7 @@ from planner._graph_capture.plain_step.loss import (
 )
 from planner._graph_capture.rank import Wrapper
 from planner._graph_capture.torch_compat import NoStaticShape, pytree, storage_key
-from planner._graph_capture.training_graph import BufferKind, ResidentMemory
+from planner._graph_capture.training_graph import Category, ResidentMemory
 
 _Made = TypeVar("_Made")
 
@@ -121,8 +121,7 @@ def _trace(fake_copy: FakeCopy, loss_fn: LossFn | None, workspace: Workspace,
             torch.clear_autocast_cache()
             if not holds_output:
                 output = None
-            backward_begins = tracker.event_count
-            first_of_backward = tracker.start_of_backward()
+            backward_begins = tracker.start_of_backward()
             with fake_copy.mode, _no_autocast(fake_copy.trace_device), tracker:
                 goal.backward()
                 left = wrapper.finish()
@@ -149,20 +148,13 @@ def _trace(fake_copy: FakeCopy, loss_fn: LossFn | None, workspace: Workspace,
             if tensor.is_leaf:
                 tensor.grad = None
 
-    def category_of(number: int) -> Category:
-        if number in gradients or number in freed:
-            return Category.GRADIENTS
-        if number in tracker.kind_of:
-            return Category(tracker.kind_of[number].value)
-        return (Category.TEMPORARIES if number >= first_of_backward or number in seeds
-                else Category.ACTIVATIONS)
-
     kept = {number: name for number, name in gradients.items() if name}
     labels = freed | gradients | {number: COMMUNICATION for number, kind in tracker.kind_of.items()
-                                  if kind is BufferKind.TEMPORARY}
+                                  if kind is Category.TEMPORARIES}
     loss_blocks = without_output - without_loss
     return MicroBatch(
-        trace=tracker.trace(category_of, labels).until(end), loss_begins=loss_begins,
+        trace=tracker.trace(tracker.categories({*gradients, *freed}, seeds), labels).until(end),
+        loss_begins=loss_begins,
         backward_begins=backward_begins, gradients=kept,
         output_blocks=frozenset(alive - without_output), loss_blocks=frozenset(loss_blocks),
         left_blocks=frozenset(without_loss - kept.keys()), storage_less=storage_less,

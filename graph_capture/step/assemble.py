@@ -29,7 +29,7 @@ from planner._graph_capture.training_graph import (
     LOSS_BACKWARD,
     RUNS_SEVERAL_TIMES,
     Buffer,
-    BufferKind,
+    Category,
     ModelOutput,
     Phase,
     Region,
@@ -166,12 +166,12 @@ class _Assembly:
         if loss is not None and loss.forward_peak_bytes:
             # The caller keeps the loss, and autograd's caller the 1 with which the backward starts.
             value = min(SCALAR_BYTES, loss.retained_bytes)
-            kept = self._buffer(loss.retained_bytes - value, BufferKind.ACTIVATION)
-            scalar = self._buffer(value, BufferKind.ACTIVATION, kept_to_end=True)
+            kept = self._buffer(loss.retained_bytes - value, Category.ACTIVATIONS)
+            scalar = self._buffer(value, Category.ACTIVATIONS, kept_to_end=True)
             self._pseudo_op("loss/forward#0", Phase.LOSS, -1, (), (kept, scalar),
                             loss.forward_peak_bytes - loss.retained_bytes)
             reads = (kept,)
-            made.append(self._buffer(value, BufferKind.TEMPORARY, kept_to_end=True))
+            made.append(self._buffer(value, Category.TEMPORARIES, kept_to_end=True))
         for number, use in enumerate(self.uses):
             for position, storage in enumerate(use.lowered.cotangent_storages):
                 if (storage is None or self._fed_by_later_region(number, position)
@@ -179,7 +179,7 @@ class _Assembly:
                     continue
                 size = use.lowered.storages[storage].size_bytes
                 self.index[number, storage] = self._buffer(
-                    size, BufferKind.TEMPORARY,
+                    size, Category.TEMPORARIES,
                     kept_to_end=loss is None and self.uncaptured is None)
                 made.append(self.index[number, storage])
         workspace_bytes = 0 if loss is None else max(
@@ -215,12 +215,12 @@ class _Assembly:
         for index, storage in enumerate(code.storages):
             if storage.made == gap:
                 kind = storage.kind or (
-                    BufferKind.ACTIVATION if phase is not Phase.BACKWARD else
-                    BufferKind.GRADIENT if storage.parameter else BufferKind.TEMPORARY)
+                    Category.ACTIVATIONS if phase is not Phase.BACKWARD else
+                    Category.GRADIENTS if storage.parameter else Category.TEMPORARIES)
                 self.foreign[index] = self._buffer(
                     storage.size_bytes, kind, kept_to_end=storage.released is None,
-                    label=storage.parameter if kind is BufferKind.GRADIENT else
-                    COMMUNICATION if storage.kind is BufferKind.TEMPORARY else "")
+                    label=storage.parameter if kind is Category.GRADIENTS else
+                    COMMUNICATION if storage.kind is Category.TEMPORARIES else "")
                 made.append(self.foreign[index])
         if made or last_read or code.workspace_bytes[gap]:
             self._pseudo_op(f"/uncaptured code#{gap}", phase, -1, tuple(dict.fromkeys(last_read)),
@@ -279,7 +279,7 @@ class _Assembly:
             if name not in self.early:
                 continue
             gradients = [index for index, buffer in enumerate(self.buffers)
-                         if buffer.kind is BufferKind.GRADIENT and buffer.label == name]
+                         if buffer.kind is Category.GRADIENTS and buffer.label == name]
             for index in gradients:
                 self.buffers[index] = replace(self.buffers[index], kept_to_end=False)
             self._pseudo_op(f"~/use of the gradient#{len(self.ops)}", Phase.BACKWARD, number,
@@ -333,7 +333,7 @@ class _Assembly:
         lowered = self.uses[number].lowered
         storage = lowered.cotangent_storages[position]
         assert storage is not None
-        total = self._buffer(lowered.storages[storage].size_bytes, BufferKind.TEMPORARY)
+        total = self._buffer(lowered.storages[storage].size_bytes, Category.TEMPORARIES)
         self._pseudo_op(f"{number}:/sum of gradients#{len(self.ops)}", Phase.BACKWARD, -1,
                         tuple(dict.fromkeys(gradients)), (total,))
         return total
@@ -359,8 +359,8 @@ class _Assembly:
         name = use.parameter_names.get(primal, "")
         if gone is not None:
             self.leaving.setdefault(gone, []).append((number, storage))
-            if name in self.early and self.buffers[buffer].kind is BufferKind.TEMPORARY:
-                self.buffers[buffer] = replace(self.buffers[buffer], kind=BufferKind.GRADIENT,
+            if name in self.early and self.buffers[buffer].kind is Category.TEMPORARIES:
+                self.buffers[buffer] = replace(self.buffers[buffer], kind=Category.GRADIENTS,
                                                label=name)
             return
         gradient = use.lowered.joint.gradients[primal]
@@ -368,13 +368,13 @@ class _Assembly:
         if gradient is not None and not _same_layout(gradient.meta["val"], parameter):
             # Autograd copies a gradient whose layout is not the parameter's.
             copied = self._buffer(parameter.numel() * parameter.element_size(),
-                                  BufferKind.GRADIENT, kept_to_end=True, label=name)
+                                  Category.GRADIENTS, kept_to_end=True, label=name)
             self._pseudo_op(f"~/layout of the gradient#{len(self.ops)}", Phase.BACKWARD, number,
                             (buffer,), (copied,))
             return
         kind = self.buffers[buffer].kind
-        if kind is BufferKind.TEMPORARY:
-            kind = BufferKind.GRADIENT
+        if kind is Category.TEMPORARIES:
+            kind = Category.GRADIENTS
         self.buffers[buffer] = replace(
             self.buffers[buffer], kind=kind, kept_to_end=True, label=name)
 
@@ -389,7 +389,7 @@ class _Assembly:
     def _op(self, number: int, op: LoweredOp) -> None:
         use = self.uses[number]
         index = len(self.ops)
-        kind = BufferKind.ACTIVATION if op.phase is Phase.FORWARD else BufferKind.TEMPORARY
+        kind = Category.ACTIVATIONS if op.phase is Phase.FORWARD else Category.TEMPORARIES
         outputs = []
         for storage in op.outputs:
             buffer = self._buffer(
@@ -439,7 +439,7 @@ class _Assembly:
                 found.append(self.foreign[foreign[number, primal]])
         return found
 
-    def _buffer(self, size_bytes: int, kind: BufferKind, *, producer: int | None = None,
+    def _buffer(self, size_bytes: int, kind: Category, *, producer: int | None = None,
                 kept_to_end: bool = False, label: str = "") -> int:
         """Add a buffer; without a producer it belongs to the next op."""
         self.buffers.append(Buffer(

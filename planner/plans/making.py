@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 
 from planner._apply.rewrite_spec import RewriteSpec
-from planner._graph_capture.training_graph import BufferKind
+from planner._graph_capture.training_graph import Category
 from planner.plans.decisions import decide, with_step
 from planner.plans.document import pick
 from planner.plans.plan import Plan
@@ -29,7 +29,7 @@ TOLERATED_SHARE = 0.001
 def assemble_plan(prepared: PreparedStep, variant: Variant, budget_bytes: int | None, *,
                   schedule: Schedule, spec: RewriteSpec, breakdown: StepBreakdown, overhead: float,
                   overhead_bound: float, status: Status, solver: str, seconds: float,
-                  made: Mapping[BufferKind, Sequence[int]], backward_begins: int,
+                  made: Mapping[Category, Sequence[int]], backward_begins: int,
                   notes: tuple[str, ...] = (), reserved_bytes: int | None = None) -> Plan:
     """The plan of a schedule of one graph variant, for a limit on the whole step.
 

@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from planner._graph_capture.memory.trace import COMMUNICATION, Category, MemoryTrace
+from planner._graph_capture.memory.trace import COMMUNICATION, MemoryTrace
 from planner._graph_capture.op_costs.devices import Gpu
 from planner._graph_capture.plain_step.loop import PlainLoop
-from planner._graph_capture.training_graph import BufferKind, OptimizerMemory
+from planner._graph_capture.training_graph import Category, OptimizerMemory
 from planner.api import capture_for
 from planner.arguments.inputs import split_inputs
 from planner.arguments.parallel import DataParallel, check_parallel
@@ -191,6 +191,6 @@ def _of_wrapper(variant: Variant, timeline: Timeline) -> tuple[int, int]:
     for instance in timeline.instances:
         buffer = variant.graph.buffers[instance.storage]
         if instance.birth <= position <= instance.death:
-            gathered += buffer.size_bytes if buffer.kind is BufferKind.PARAMETER else 0
+            gathered += buffer.size_bytes if buffer.kind is Category.PARAMETERS else 0
             sent += buffer.size_bytes if buffer.label == COMMUNICATION else 0
     return gathered, sent

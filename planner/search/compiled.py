@@ -56,7 +56,7 @@ def plan_compiled(prepared: PreparedStep, budget_bytes: int | None, effort: Effo
     search, found = _smallest(searches, net)
     if budget.whole_bytes(found.peak_bytes) > budget_bytes:
         memory = ", ".join(f"{category} {format_bytes(size)}" for category, size
-                           in budget.with_resident(found.step.bytes_of).items() if size)
+                           in budget.with_resident(found.step.by_category).items() if size)
         raise InfeasibleBudget(
             budget_bytes, budget.whole_bytes(found.peak_bytes),
             f"At that minimum the compiled step holds {memory}. It is the smallest of the compiled "
@@ -126,7 +126,7 @@ def _make_plan(searches: Sequence[CompiledSearch], search: CompiledSearch, found
     return assemble_plan(
         prepared, variant, budget_bytes, schedule=found.schedule,
         spec=search.breakdown.with_code(found.spec),
-        breakdown=variant.budget.breakdown(found.peak_bytes, found.step.bytes_of),
+        breakdown=variant.budget.breakdown(found.peak_bytes, found.step.by_category),
         overhead=extra, overhead_bound=min(bound, extra),
         status="optimal" if is_proven else "feasible",
         solver=search.effort.solver, seconds=time.monotonic() - base.started,

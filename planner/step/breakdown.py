@@ -10,7 +10,13 @@ from collections import Counter
 from collections.abc import Iterator
 from itertools import accumulate
 
-from planner._graph_capture.training_graph import BufferKind, Phase, TrainingGraph, TrainingOp
+from planner._graph_capture.training_graph import (
+    MADE_BY_STEP,
+    Category,
+    Phase,
+    TrainingGraph,
+    TrainingOp,
+)
 from planner.solvers.simulator import Timeline
 from planner.step.budget import StepBreakdown
 from planner.step.variant import Variant
@@ -28,15 +34,15 @@ def memory_at(graph: TrainingGraph, timeline: Timeline, position: int) -> dict[s
 
     Sums to `timeline.memory_bytes[position]`.
     """
-    return {kind.value: row[position] for kind, row in memory_over(graph, timeline).items()}
+    return {kind: row[position] for kind, row in memory_over(graph, timeline).items()}
 
 
-def memory_over(graph: TrainingGraph, timeline: Timeline) -> dict[BufferKind, list[int]]:
+def memory_over(graph: TrainingGraph, timeline: Timeline) -> dict[Category, list[int]]:
     """Bytes by kind at every position."""
     buffers = graph.buffers
-    changes = {kind: [0] * (len(timeline.schedule) + 1) for kind in BufferKind}
+    changes = {kind: [0] * (len(timeline.schedule) + 1) for kind in MADE_BY_STEP}
 
-    def hold(kind: BufferKind, first: int, last: int, size_bytes: int) -> None:
+    def hold(kind: Category, first: int, last: int, size_bytes: int) -> None:
         changes[kind][first] += size_bytes
         changes[kind][last + 1] -= size_bytes
 
@@ -44,10 +50,10 @@ def memory_over(graph: TrainingGraph, timeline: Timeline) -> dict[BufferKind, li
         buffer = buffers[instance.storage]
         hold(buffer.kind, instance.birth, instance.death, buffer.size_bytes)
     for op, first, last in _replay_states(graph, timeline):
-        hold(BufferKind.ACTIVATION, first, last, op.replay_state_bytes)
+        hold(Category.ACTIVATIONS, first, last, op.replay_state_bytes)
     for position, index in timeline.runs:
         taken = timeline.inplace_of[position]
-        hold(BufferKind.TEMPORARY, position, position, graph.ops[index].workspace_bytes)
+        hold(Category.TEMPORARIES, position, position, graph.ops[index].workspace_bytes)
         if taken is not None:  # A buffer that the output reuses counts once, as the output.
             hold(buffers[taken].kind, position, position, -buffers[taken].size_bytes)
     return {kind: list(accumulate(row[:-1])) for kind, row in changes.items()}
@@ -108,7 +114,7 @@ def _alive_at(graph: TrainingGraph, timeline: Timeline, position: int
         # A buffer that the output reuses counts once, as the output.
         if instance.birth <= position <= instance.death and not is_taken:
             buffer = graph.buffers[instance.storage]
-            is_gradient = buffer.kind is BufferKind.GRADIENT and buffer.label
+            is_gradient = buffer.kind is Category.GRADIENTS and buffer.label
             yield (f"gradient of {buffer.label}" if is_gradient
                    else graph.ops[buffer.producer].name, buffer.size_bytes)
     if isinstance(index := timeline.schedule[position], int):

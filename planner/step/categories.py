@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 
-from planner._graph_capture.training_graph import BufferKind
+from planner._graph_capture.training_graph import Category
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -77,11 +77,11 @@ class StepTimeline:
     """The plain step."""
 
     @classmethod
-    def of(cls, made: Mapping[BufferKind, Sequence[int]], backward_begins: int,
+    def of(cls, made: Mapping[Category, Sequence[int]], backward_begins: int,
            resident: MemoryByCategory, plain: PlainTimeline) -> StepTimeline:
         """Build from the bytes of forward and backward, by kind, and resident memory."""
-        return cls(tuple(resident.gradients + size for size in made[BufferKind.GRADIENT]),
-                   tuple(resident.activations + size for size in made[BufferKind.ACTIVATION]),
-                   tuple(map(sum, zip(made[BufferKind.TEMPORARY], made[BufferKind.PARAMETER],
+        return cls(tuple(resident.gradients + size for size in made[Category.GRADIENTS]),
+                   tuple(resident.activations + size for size in made[Category.ACTIVATIONS]),
+                   tuple(map(sum, zip(made[Category.TEMPORARIES], made[Category.PARAMETERS],
                                       strict=True))),
                    backward_begins, plain)

@@ -23,8 +23,9 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Literal
 
-from planner._graph_capture.memory.trace import Block, Category, MemoryTrace, MicroBatch, OpRun
+from planner._graph_capture.memory.trace import Block, MemoryTrace, MicroBatch, OpRun
 from planner._graph_capture.optimizer.step import OptimizerTrace
+from planner._graph_capture.training_graph import Category
 
 MicroBatches = Callable[[frozenset[str]], MicroBatch]
 """Function from the names of parameters that have a gradient before to the micro-batch."""

@@ -23,7 +23,7 @@ from planner._graph_capture.op_costs.devices import device_model
 from planner._graph_capture.training_graph import (
     KEPT_BY_USER,
     RUNS_SEVERAL_TIMES,
-    BufferKind,
+    Category,
     Phase,
     TrainingGraph,
 )
@@ -63,7 +63,7 @@ def _saved_within_regions(graph: TrainingGraph) -> frozenset[int]:
     return frozenset(
         index for index, buffer in enumerate(graph.buffers)
         for maker in (graph.ops[buffer.producer],)
-        if buffer.kind is BufferKind.ACTIVATION and not buffer.kept_to_end
+        if buffer.kind is Category.ACTIVATIONS and not buffer.kept_to_end
         and maker.phase is Phase.FORWARD and maker.digest and maker.region >= 0
         and maker.pinned not in (KEPT_BY_USER, RUNS_SEVERAL_TIMES)
         and index in read_in_backward and regions[index] == {maker.region})

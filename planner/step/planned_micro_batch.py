@@ -12,11 +12,11 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Collection
 
-from planner._graph_capture.memory.trace import Block, Category, MemoryTrace, MicroBatch, OpRun
+from planner._graph_capture.memory.trace import Block, MemoryTrace, MicroBatch, OpRun
 from planner._graph_capture.training_graph import (
     LOSS_BACKWARD,
     Buffer,
-    BufferKind,
+    Category,
     Phase,
     TrainingGraph,
     TrainingOp,
@@ -68,17 +68,17 @@ class _Planned:
         end = len(self.events)
         kinds = {block: buffer.kind for block, buffer in self.kept.items()}
         gradients = {block: buffer.label for block, buffer in self.kept.items()
-                     if buffer.kind is BufferKind.GRADIENT and buffer.label in self.parameters}
+                     if buffer.kind is Category.GRADIENTS and buffer.label in self.parameters}
         return MicroBatch(
             trace=MemoryTrace(tuple(self.blocks), tuple(self.events), tuple(self.runs)),
             loss_begins=moments.get(loss_begins, end),
             backward_begins=moments.get(backward_begins, end), gradients=gradients,
             output_blocks=frozenset(b for b, kind in kinds.items()
-                                    if kind is BufferKind.ACTIVATION),
+                                    if kind is Category.ACTIVATIONS),
             loss_blocks=frozenset(b for b, kind in kinds.items()
-                                  if kind is BufferKind.TEMPORARY),
+                                  if kind is Category.TEMPORARIES),
             left_blocks=frozenset(b for b, kind in kinds.items()
-                                  if kind is BufferKind.GRADIENT and b not in gradients))
+                                  if kind is Category.GRADIENTS and b not in gradients))
 
     def _place_instances(self, first_of: dict[int, int]) -> None:
         """Record the birth and death of each instance of a buffer."""
@@ -97,7 +97,7 @@ class _Planned:
     def _summed(self, buffer: Buffer, birth: int, first_of: dict[int, int]) -> int | None:
         """Position at which a kept gradient is added to an earlier one and released; `None` if it
         is not."""
-        if buffer.kind is not BufferKind.GRADIENT or buffer.label not in self.with_gradient:
+        if buffer.kind is not Category.GRADIENTS or buffer.label not in self.with_gradient:
             return None
         region = self.graph.ops[buffer.producer].region
         if region < 0:  # from uncaptured code: autograd sums it at once
@@ -118,7 +118,7 @@ class _Planned:
                 leaving.remove(number)
         for number in self.born[position]:
             buffer = self.graph.buffers[self.timeline.instances[number].storage]
-            block = self._make(op, buffer.size_bytes, Category(buffer.kind.value), buffer.label)
+            block = self._make(op, buffer.size_bytes, buffer.kind, buffer.label)
             self.alive[number] = block
             if buffer.kept_to_end:
                 self.kept[block] = buffer

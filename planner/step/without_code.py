@@ -15,7 +15,7 @@ from __future__ import annotations
 from itertools import accumulate
 
 from planner._graph_capture.inductor.compiled_step import CompiledStep
-from planner._graph_capture.training_graph import BufferKind, Phase
+from planner._graph_capture.training_graph import MADE_BY_STEP, Category, Phase
 from planner.solvers.problem import Schedule
 from planner.solvers.simulator import unroll
 from planner.step.breakdown import backward_begins
@@ -38,7 +38,7 @@ def bound_without_code(variant: Variant, schedule: Schedule, *, is_ordered: bool
         made[instance.birth].append(number)
     latest: dict[int, int] = {}  # buffer to its instance
     sources: dict[int, tuple[int, ...]] = {}  # of instances that a kernel may compute again
-    levels = {kind: [0] * (len(timeline.schedule) + 1) for kind in BufferKind}
+    levels = {kind: [0] * (len(timeline.schedule) + 1) for kind in MADE_BY_STEP}
     segment = -1
     for position, action in enumerate(timeline.schedule):
         if timeline.segments[position] != segment:
@@ -56,8 +56,8 @@ def bound_without_code(variant: Variant, schedule: Schedule, *, is_ordered: bool
                 if deaths[number] < position:
                     deaths[number] = position
                     pending.extend(sources.get(number, ()))
-            levels[BufferKind.TEMPORARY][position] += op.workspace_bytes
-            levels[BufferKind.TEMPORARY][position + 1] -= op.workspace_bytes
+            levels[Category.TEMPORARIES][position] += op.workspace_bytes
+            levels[Category.TEMPORARIES][position + 1] -= op.workspace_bytes
         for number in made[position]:
             buffer = timeline.instances[number].storage
             if buffer not in latest or not variant.problem.storages[buffer].kept_to_end:
@@ -69,7 +69,7 @@ def bound_without_code(variant: Variant, schedule: Schedule, *, is_ordered: bool
         row[instance.birth] += graph.buffers[instance.storage].size_bytes
         row[death + 1] -= graph.buffers[instance.storage].size_bytes
     memory = {kind: list(accumulate(row[:-1])) for kind, row in levels.items()}
-    temporaries = memory[BufferKind.TEMPORARY]
+    temporaries = memory[Category.TEMPORARIES]
     for position, column in enumerate(zip(*memory.values(), strict=True)):
         temporaries[position] += int(_MARGIN * sum(column))
     whole = [sum(column) for column in zip(*memory.values(), strict=True)]

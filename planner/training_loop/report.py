@@ -10,7 +10,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from planner._graph_capture.memory.trace import Block, Category, MemoryTrace
+from planner._graph_capture.memory.trace import Block, MemoryTrace
+from planner._graph_capture.training_graph import Category
 from planner.step.categories import MemoryByCategory
 from planner.step.loop_trace import LoopTrace, StepPhase, TrainingLoop
 

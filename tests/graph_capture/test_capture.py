@@ -13,7 +13,7 @@ from torch import nn
 
 from planner._graph_capture.capture import CapturedStep, capture_step
 from planner._graph_capture.errors import CaptureError
-from planner._graph_capture.training_graph import BufferKind, Phase
+from planner._graph_capture.training_graph import Category, Phase
 from tests.support import models
 from tests.support.models import Case
 from tests.support.training import (
@@ -88,7 +88,7 @@ def test_a_model_on_meta_is_planned_like_a_real_one():
 
 def test_every_parameter_gets_a_gradient_of_its_size():
     case = models.tied(**SMALL)
-    gradients = {b.label: b for b in capture(case).graph.buffers if b.kind is BufferKind.GRADIENT}
+    gradients = {b.label: b for b in capture(case).graph.buffers if b.kind is Category.GRADIENTS}
     sizes = {name: p.numel() * 4 for name, p in case.model.named_parameters()}
     assert {name: b.size_bytes for name, b in gradients.items()} == sizes
 

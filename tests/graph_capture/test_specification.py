@@ -8,12 +8,12 @@ import math
 import pytest
 from hypothesis import given, settings
 
-from planner._graph_capture.training_graph import BufferKind, MalformedGraph, Phase, check
+from planner._graph_capture.training_graph import Category, MalformedGraph, Phase, check
 from tests.support.graphs import chain, steps
 
 GRAPH = chain(4)
 BACKWARD = next(i for i, op in enumerate(GRAPH.ops) if op.phase is Phase.BACKWARD)
-GRADIENT = next(i for i, b in enumerate(GRAPH.buffers) if b.kind is BufferKind.GRADIENT)
+GRADIENT = next(i for i, b in enumerate(GRAPH.buffers) if b.kind is Category.GRADIENTS)
 
 
 def with_op(index, **changes):
@@ -63,10 +63,10 @@ BROKEN = {
     "in place of another size": (dataclasses.replace(with_op(1, inplace=(0,)), buffers=(
         dataclasses.replace(GRAPH.buffers[0], size_bytes=99), *GRAPH.buffers[1:])),
                                  "cannot write its result over buffer 0"),
-    "a gradient of the forward": (with_buffer(0, kind=BufferKind.GRADIENT, kept_to_end=True),
+    "a gradient of the forward": (with_buffer(0, kind=Category.GRADIENTS, kept_to_end=True),
                                   "is made in the forward"),
     "an activation of the backward": (
-        with_buffer(GRAPH.ops[BACKWARD].outputs[0], kind=BufferKind.ACTIVATION),
+        with_buffer(GRAPH.ops[BACKWARD].outputs[0], kind=Category.ACTIVATIONS),
         "makes an activation in the backward"),
     "too short a forward": (with_region(forward=range(3)), "forward range of region 0"),
     "too long a backward": (with_region(backward=range(BACKWARD, len(GRAPH.ops) + 1)),
@@ -86,5 +86,5 @@ def test_each_rule_is_enforced(rule):
 
 
 def test_an_activation_made_in_the_backward_may_be_kept():
-    check(with_buffer(GRAPH.ops[BACKWARD].outputs[0], kind=BufferKind.ACTIVATION,
+    check(with_buffer(GRAPH.ops[BACKWARD].outputs[0], kind=Category.ACTIVATIONS,
                       kept_to_end=True))

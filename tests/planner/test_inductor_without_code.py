@@ -76,7 +76,7 @@ def test_the_code_of_a_cpu_takes_no_more_than_the_bound(make, inputs, regions):
     for each in {schedule or half, half}:
         bound = bound_without_code(prepared.base, each, is_ordered=True)
         assert search.evaluate(each, kernel_order=True).peak_bytes <= bound.peak_bytes
-        assert sum(bound.bytes_of.values()) == bound.peak_bytes
+        assert sum(bound.by_category.values()) == bound.peak_bytes
 
 
 @needs_compiler

@@ -3,8 +3,7 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from planner._graph_capture.memory.trace import Category
-from planner._graph_capture.training_graph import BufferKind
+from planner._graph_capture.training_graph import Category
 from planner.solvers.simulator import unroll
 from planner.step.breakdown import memory_at
 from planner.step.lowering import lower
@@ -50,6 +49,6 @@ def test_what_is_left_at_the_end_is_what_is_kept(step, data):
     again = planned_micro_batch(graph, timeline, before, before)
     assert not again.gradients
     kept = sum(b.size_bytes for b in graph.buffers if b.kept_to_end
-               and not (b.kind is BufferKind.GRADIENT and b.label in before))
+               and not (b.kind is Category.GRADIENTS and b.label in before))
     assert again.trace.levels()[-1] == kept
     assert {block.category for block in again.trace.blocks} <= set(Category)

@@ -9,7 +9,8 @@ from torch import nn
 
 import planner
 from planner._graph_capture.memory.caching_allocator import CachingAllocator, replay
-from planner._graph_capture.memory.trace import Block, Category, MemoryTrace, OpRun
+from planner._graph_capture.memory.trace import Block, MemoryTrace, OpRun
+from planner._graph_capture.training_graph import Category
 from planner.api import capture
 from planner.plans.file import dumps, loads
 from planner.step.loop_trace import LoopTrace, Span, StepPhase

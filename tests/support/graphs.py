@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from planner._apply.rewrite_spec import ParameterKey
 from planner._graph_capture.training_graph import (
     Buffer,
-    BufferKind,
+    Category,
     OptimizerMemory,
     Phase,
     Region,
@@ -79,16 +79,16 @@ class GraphBuilder:
     def op(self, name: str, phase: Phase, inputs: tuple[int, ...], sizes: tuple[int, ...], *,
            region: int = 0, seconds: float = 1.0, flops: int = 10, workspace_bytes: int = 0,
            pinned: str = "", replay_state_bytes: int = 0, kept: bool = False, label: str = "",
-           kind: BufferKind | None = None, inplace: tuple[int, ...] = (),
+           kind: Category | None = None, inplace: tuple[int, ...] = (),
            captured: bool = True) -> tuple[int, ...]:
         """Add an op; return its outputs, one for each of `sizes` (bytes).  An op that was not
         captured is a pseudo-op."""
         index = len(self.ops)
         outputs = tuple(range(len(self.buffers), len(self.buffers) + len(sizes)))
         if kind is None:
-            kind = BufferKind.TEMPORARY if phase is Phase.BACKWARD else BufferKind.ACTIVATION
+            kind = Category.TEMPORARIES if phase is Phase.BACKWARD else Category.ACTIVATIONS
         if label:
-            kind = BufferKind.GRADIENT
+            kind = Category.GRADIENTS
         self.buffers.extend(Buffer(size, index, kind, kept, label) for size in sizes)
         module = name.rsplit("/", 1)[0] if "/" in name else ""
         self.ops.append(TrainingOp(
@@ -118,7 +118,7 @@ def chain(layers: int, size_bytes: int = 100, *, gradient_bytes: int = 7) -> Tra
         results.append(build.op(f"net.layers.{layer}/aten.linear#0", Phase.FORWARD, inputs,
                                 (size_bytes,))[0])
     cotangent = build.op("loss/backward#0", Phase.LOSS, (results[-1],), (size_bytes,),
-                         region=-1, kind=BufferKind.TEMPORARY, seconds=0.0, flops=0,
+                         region=-1, kind=Category.TEMPORARIES, seconds=0.0, flops=0,
                          captured=False)[0]
     for layer in reversed(range(layers)):
         saved = (results[layer - 1],) if layer else ()
