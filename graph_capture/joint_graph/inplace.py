@@ -128,13 +128,13 @@ def overwrite(
     it, the caller may change it.
     """
     tensors = [arg for arg in args if isinstance(arg, torch.Tensor)]
-    if not all(map(_has_strides, tensors, strides)):
+    if not all(map(has_strides, tensors, strides)):
         return target(*args, **kwargs)
     result: torch.Tensor = variant(*args, **settings)
     return _aten._unsafe_view(result, result.shape) if result._is_view() else result
 
 
-def _has_strides(tensor: torch.Tensor, strides: tuple[int, ...]) -> bool:
+def has_strides(tensor: torch.Tensor, strides: tuple[int, ...]) -> bool:
     """True if these are the strides of `tensor`, dimensions of size 1 aside."""
     found = tensor.stride()
     return found == strides or all(

@@ -17,6 +17,7 @@ import torch
 from torch import fx
 
 from planner._graph_capture.dynamo.uncaptured import UncapturedCode
+from planner._graph_capture.joint_graph.inplace import has_strides
 from planner._graph_capture.joint_graph.lower import LoweredOp, epilogue_name, region_signature
 from planner._graph_capture.memory.trace import COMMUNICATION
 from planner._graph_capture.op_costs.costs import OpCost
@@ -365,7 +366,9 @@ class _Assembly:
             return
         gradient = use.lowered.joint.gradients[primal]
         parameter = use.lowered.joint.primals[primal].meta["val"]
-        if gradient is not None and not _same_layout(gradient.meta["val"], parameter):
+        if gradient is not None and not (
+                gradient.meta["val"].shape == parameter.shape
+                and has_strides(gradient.meta["val"], parameter.stride())):
             # Autograd copies a gradient whose layout is not the parameter's.
             copied = self._buffer(parameter.numel() * parameter.element_size(),
                                   Category.GRADIENTS, kept_to_end=True, label=name)
@@ -449,10 +452,3 @@ class _Assembly:
     def _pseudo_op(self, name: str, phase: Phase, region: int, inputs: tuple[int, ...],
                    outputs: tuple[int, ...], workspace_bytes: int = 0) -> None:
         self.ops.append(pseudo_op(name, phase, region, inputs, outputs, workspace_bytes))
-
-
-def _same_layout(gradient: torch.Tensor, parameter: torch.Tensor) -> bool:
-    """True if autograd keeps this gradient as it is (dimensions of size 1 do not count)."""
-    return gradient.shape == parameter.shape and all(
-        mine == theirs or size == 1 for mine, theirs, size in
-        zip(gradient.stride(), parameter.stride(), parameter.shape, strict=True))

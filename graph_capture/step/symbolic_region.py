@@ -25,7 +25,7 @@ from planner._graph_capture.fake_copies.fake import FakeCopy
 from planner._graph_capture.fake_copies.input_values import values_of_inputs
 from planner._graph_capture.joint_graph.joint import count_cotangents, primals_of
 from planner._graph_capture.joint_graph.lower import RESIDENT, LoweredRegion, region_at
-from planner._graph_capture.joint_graph.naming import name_modules
+from planner._graph_capture.joint_graph.naming import name_modules, names_in_model
 from planner._graph_capture.joint_graph.pipeline import (
     JointVariant,
     has_low_peak_variant,
@@ -225,16 +225,14 @@ class _Backend:
 
     def __init__(self, fake_copy: FakeCopy, cotangents: Sequence[bool],
                  inputs: Mapping[str, torch.Tensor], dimensions: NamedDimensions) -> None:
-        model = fake_copy.model
-        self.model, self.cotangents, self.dimensions = model, tuple(cotangents), dimensions
-        self.names = {id(tensor): name for name, tensor in (*model.named_parameters(),
-                                                            *model.named_buffers())}
+        self.model, self.cotangents = fake_copy.model, tuple(cotangents)
+        self.dimensions = dimensions
         self.inputs = {id(tensor): name for name, tensor in inputs.items()}
         self.region: SymbolicRegion | None = None
 
     def __call__(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Any:
         name_modules(module, self.model)
-        given = [self.names.get(id(value)) for value in inputs]
+        given = names_in_model(self.model, inputs)
         called_with = [self.inputs.get(id(value)) for value in inputs]
 
         def partition(joint: fx.GraphModule, joint_inputs: object, *, num_fwd_outputs: int,
