@@ -108,9 +108,7 @@ class OpProbe:
             return 0
         if _known_to_be_free(target, args, inputs, self.device):
             return 0
-        measured = self._kept(
-            f"workspace:{signature(target, args, kwargs)}",
-            lambda: self._measure(target, args, kwargs, inputs, outputs, "workspace"))
+        measured = self._known_or_measured("workspace", target, args, kwargs, out)
         if measured is None:
             self.assumed.add(str(target))
             return self._margin(target, inputs, outputs, args)
@@ -119,10 +117,7 @@ class OpProbe:
     def seconds(self, target: OpOverload, args: tuple[Any, ...],
                 kwargs: Mapping[str, Any], out: Any) -> float | None:
         """Median duration of one run; `None` if the op cannot be run here."""
-        measured = self._kept(
-            f"seconds:{signature(target, args, kwargs)}",
-            lambda: self._measure(target, args, kwargs, strided_tensors((args, kwargs)),
-                                  strided_tensors(out), "seconds"))
+        measured = self._known_or_measured("seconds", target, args, kwargs, out)
         if measured is None:
             self.untimed.add(str(target))
         return measured
@@ -139,8 +134,13 @@ class OpProbe:
         it cannot be run here.  `text`: its key in the cache.  Tensors may be fake."""
         tensors = strided_tensors((args, kwargs))
         return self._kept(_kernel_key(text, args, kwargs), lambda: (
-            self._run_alone(function, args, kwargs, tensors, "seconds")
-            if self._enabled and self._fits_here(tensors) else None))
+            self.run_alone(function, args, kwargs, "seconds") if self._enabled
+            and self._has_headroom(tensors) and self._fits_here(tensors) else None))
+
+    def _known_or_measured(self, quantity: str, target: OpOverload, args: tuple[Any, ...],
+                           kwargs: Mapping[str, Any], out: Any) -> float | None:
+        return self._kept(f"{quantity}:{signature(target, args, kwargs)}",
+                          lambda: self._measure(quantity, target, args, kwargs, out))
 
     def _kept(self, key: str, measure: Callable[[], float | None]) -> float | None:
         """The fact in the cache, else what is measured and then kept there."""
@@ -149,38 +149,29 @@ class OpProbe:
             self._cache.put(key, found)
         return found
 
-    def _measure(self, target: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any],
-                 inputs: list[torch.Tensor], outputs: list[torch.Tensor],
-                 quantity: str) -> float | None:
+    def _measure(self, quantity: str, target: OpOverload, args: tuple[Any, ...],
+                 kwargs: Mapping[str, Any], out: Any) -> float | None:
         """A quantity of a run of the op on dummy inputs; `None` if it cannot be run."""
-        if not self._enabled:
-            return None
-        if self._estimated_seconds(target, args, kwargs, outputs) > _LONGEST_RUN_SECONDS:
-            return None
+        inputs, outputs = strided_tensors((args, kwargs)), strided_tensors(out)
         tensors = [*inputs, *outputs]
+        if (not self._enabled or not self._has_headroom(tensors) or
+                self._estimated_seconds(target, args, kwargs, outputs) > _LONGEST_RUN_SECONDS):
+            return None
         fits = self._fits_here(tensors, self._margin(target, inputs, outputs))
         # The measurement on a CPU needs the profiler for itself.
         is_busy = quantity == "workspace" and self.device.type == "cpu" and profiler_is_running()
         if fits and not is_busy and (
                 is_trusted(target) or any(map(is_sparse, pytree.tree_leaves((args, kwargs))))):
-            return self._run_alone(lambda: target, args, kwargs, tensors, quantity)
+            return self.run_alone(lambda: target, args, kwargs, quantity)
         # The memory of another process is no part of the budget, but that of a GPU is one memory.
-        if not self._has_headroom(tensors) or not (fits or self.device.type == "cpu"):
+        if not (fits or self.device.type == "cpu"):
             return None
         return isolated_probe(self.device).measure(target, args, kwargs, quantity)
 
-    def measure_here(self, target: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any],
-                     quantity: str) -> float | None:
-        """A quantity of an op whose tensors are given as layouts."""
-        return self._run_alone(lambda: target, args, kwargs, [], quantity)
-
-    def _run_alone(self, function: Callable[[], Callable[..., Any]], args: tuple[Any, ...],
-                   kwargs: Mapping[str, Any], tensors: list[torch.Tensor], quantity: str
-                   ) -> float | None:
-        """A quantity of a run of `function()` on dummy inputs; `None` if that fails, or `tensors`
-        are too large."""
-        if not self._has_headroom(tensors):
-            return None
+    def run_alone(self, function: Callable[[], Callable[..., Any]], args: tuple[Any, ...],
+                  kwargs: Mapping[str, Any], quantity: str) -> float | None:
+        """A quantity of a run of `function()` on dummy inputs in place of tensors and layouts;
+        `None` if that fails."""
         measurement = {"workspace": self._workspace, "seconds": self._duration}[quantity]
         devices = [self.device] if self.device.type == "cuda" else []
         with no_active_modes(), torch.no_grad(), torch.random.fork_rng(devices):

@@ -44,7 +44,7 @@ def _answer(probe: OpProbe, question: bytes) -> float | None:
     target: Any = torch.ops
     for part in name.split("."):
         target = getattr(target, part, None)
-    return target and probe.measure_here(target, args, kwargs, quantity)
+    return target and probe.run_alone(lambda: target, args, kwargs, quantity)
 
 
 if __name__ == "__main__":
