@@ -8,7 +8,7 @@ moments of the step, by hooks of the model's modules.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Protocol
 
@@ -27,10 +27,8 @@ MakeBuffer = Callable[[int, Category], torch.Tensor]
 class Wrapper:
     """Data parallelism during a step; this base class does nothing."""
 
-    @property
-    def frees(self) -> frozenset[str]:
-        """Names of the parameters whose gradients the loop frees as they come."""
-        return frozenset()
+    frees: Collection[str] = ()
+    """Names of the parameters whose gradients the loop frees as they come."""
 
     def attached(self, model: nn.Module, make: MakeBuffer) -> AbstractContextManager[None]:
         """Inside, the model has the wrapper's hooks, which allocate buffers with `make`."""

@@ -212,7 +212,7 @@ class GapTracker(MemoryTracker):
     def _watch(self, last_gap: dict[tuple[int, int], int | None], call: int,
                tensors: Sequence[object]) -> None:
         def gone(key: tuple[int, int], _: object) -> None:
-            if not self._closed:
+            if not self.is_closed:
                 last_gap[key] = self._gap
 
         for position, tensor in enumerate(tensors):

@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from planner._graph_capture.errors import DataDependentValue
-from planner._graph_capture.fake_copies.listed_values import listed_by_items
+from planner._graph_capture.fake_copies.fake import listed_by_items
 from planner._graph_capture.fake_copies.storage_less import (
     VALUE_OPS,
     Answer,

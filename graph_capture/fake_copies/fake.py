@@ -29,6 +29,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
@@ -39,7 +40,6 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from planner._graph_capture.device_kernels.replacement import DeviceKernels
 from planner._graph_capture.errors import CaptureError
-from planner._graph_capture.fake_copies.listed_values import listed_by_items
 from planner._graph_capture.fake_copies.skipped_blocks import SkippedBlocks, running_skipped
 from planner._graph_capture.memory.allocator import allocated_bytes
 from planner._graph_capture.memory.sparse import strided_tensors
@@ -160,6 +160,22 @@ class FakeCopy:
 
 
 _CHILDREN = ("_parameters", "_buffers", "_modules")
+
+
+_MOST_LISTED_VALUES = 1_000
+_tolist = torch.Tensor.tolist
+
+
+def listed_by_items() -> AbstractContextManager[object]:
+    """Inside, `Tensor.tolist` asks for each value as `item` does: the original reads memory, which
+    no dispatch mode sees."""
+    return mock.patch.object(torch.Tensor, "tolist", _to_list)
+
+
+def _to_list(tensor: torch.Tensor) -> Any:
+    if tensor.numel() > _MOST_LISTED_VALUES:
+        return _tolist(tensor)
+    return [_to_list(row) for row in tensor.unbind()] if tensor.dim() else tensor.item()
 
 
 def make_fake_copy(model: nn.Module, args: tuple[Any, ...] = (),

@@ -79,7 +79,8 @@ class MemoryTracker(InfraMode):
         self._running = ("", "")
         self._sums = GradientSums()
         self._first_of_backward: int | None = None
-        self._closed = False
+        self.is_closed = False
+        """True if it no longer takes notice."""
         self.kind_of: dict[int, Category] = {}
         """Kinds of the buffers that `make_buffer` allocated, by number."""
         self.live_bytes = 0
@@ -114,12 +115,7 @@ class MemoryTracker(InfraMode):
 
     def close(self) -> None:
         """Ignore all later releases."""
-        self._closed = True
-
-    @property
-    def is_closed(self) -> bool:
-        """Return whether it no longer takes notice."""
-        return self._closed
+        self.is_closed = True
 
     def leave(self) -> bool:
         """Leave the mode, where nothing was entered above it; return whether it is left."""
@@ -250,7 +246,7 @@ class MemoryTracker(InfraMode):
         return len(self._sizes) - 1
 
     def _released(self, key: int, number: int) -> None:
-        if self._closed:
+        if self.is_closed:
             return
         del self._number_of[key], self._references[number]
         self._events.append(~number)

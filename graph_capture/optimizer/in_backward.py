@@ -34,11 +34,7 @@ class UsesGradients(Wrapper):
     """Uses and frees each gradient of these parameters when it is whole."""
 
     def __init__(self, early: EarlyGradients) -> None:
-        self.early = early
-
-    @property
-    def frees(self) -> frozenset[str]:
-        return frozenset(self.early)
+        self.early = self.frees = early
 
     @contextlib.contextmanager
     def attached(self, model: nn.Module, make: MakeBuffer) -> Iterator[None]:

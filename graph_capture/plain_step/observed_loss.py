@@ -110,7 +110,7 @@ class StepWatch(MemoryTracker):
             return NotImplemented
         out = func(*args, **(kwargs or {}))
         self.op_count += 1
-        if not self._closed and isinstance(func, OpOverload) and not func.is_view:
+        if not self.is_closed and isinstance(func, OpOverload) and not func.is_view:
             self._meet(args)
             self._meet(out)
         return out
@@ -249,7 +249,7 @@ class LossWatch(MemoryTracker):
               out: Any) -> int:
         if len(self._noted) == _MOST_OPS:
             self._stop()
-        elif not op.is_view and not self._closed:
+        elif not op.is_view and not self.is_closed:
             self._noted.append(NotedOp(self.live_bytes + self._made_before(op, args), op,
                                        *_without_data((args, kwargs, out))))
         return 0
@@ -308,7 +308,7 @@ class LossWatch(MemoryTracker):
 
     def __torch_dispatch__(self, func: Any, types: Collection[type], args: tuple[Any, ...] = (),
                            kwargs: Mapping[str, Any] | None = None) -> Any:
-        if self._closed or any(issubclass(each, FakeTensor) for each in types):
+        if self.is_closed or any(issubclass(each, FakeTensor) for each in types):
             return func(*args, **(kwargs or {}))  # code that the loss compiles has no memory yet
         if self._forward_peak_bytes is None and runs_in_backward():
             self._forward_peak_bytes, self._forward_ops = self.peak_bytes, len(self._noted)
