@@ -25,7 +25,7 @@ import torch
 
 from planner._graph_capture.torch_compat import OpOverload, aten_name, pytree
 
-_CHILD = "planner._graph_capture.op_costs.probe_child"
+_CHILD = "from planner._graph_capture.op_costs.probe import answer_questions; answer_questions()"
 _LONGEST_ANSWER_SECONDS = 60.0
 """Wall-clock limit after which a child counts as hung.  Ops run several times, and are estimated to
 take at most two seconds."""
@@ -131,7 +131,7 @@ class IsolatedProbe:
 
     def _start(self) -> subprocess.Popen[bytes]:
         child = subprocess.Popen(
-            [sys.executable, "-m", _CHILD], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            [sys.executable, "-c", _CHILD], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))})
         self._end = weakref.finalize(self, _end, child)

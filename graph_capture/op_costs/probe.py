@@ -22,8 +22,10 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import importlib
 import json
 import os
+import pickle
 import statistics
 import sys
 import time
@@ -241,6 +243,40 @@ class OpProbe:
             return _rearranged_bytes(target, inputs) + (
                 0 if self._gpu is None else product_workspace_bytes(name, self._gpu))
         return 0
+
+
+def answer_questions() -> None:
+    """As the child process of `graph_capture.op_costs.isolated`, measure the ops on standard input
+    until its end."""
+    questions, answers = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # prints of a library must not mix with answers
+    device, threads, mkldnn, deterministic = pickle.load(questions)
+    torch.set_num_threads(threads)
+    torch.backends.mkldnn.enabled = mkldnn
+    torch.use_deterministic_algorithms(deterministic)
+    probe = OpProbe(device, directory=None)
+    while True:
+        try:
+            question = pickle.load(questions)
+        except EOFError:
+            return
+        pickle.dump(_answer(probe, question), answers)
+        answers.flush()
+
+
+def _answer(probe: OpProbe, question: bytes) -> float | None:
+    """The quantity asked for; `None` for an op or an argument that this process cannot make."""
+    try:
+        name, args, kwargs, quantity = pickle.loads(question)
+    except Exception:  # of the class of an argument
+        return None
+    if (namespace := name.split(".")[0]) not in ("aten", "prims"):
+        with contextlib.suppress(ImportError):
+            importlib.import_module(namespace)  # registers the op
+    target: Any = torch.ops
+    for part in name.split("."):
+        target = getattr(target, part, None)
+    return target and probe.run_alone(lambda: target, args, kwargs, quantity)
 
 
 def _kernel_key(text: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
