@@ -135,10 +135,6 @@ def _operands(args: tuple[Any, ...]) -> tuple[tuple[torch.Size, torch.dtype], ..
     return tuple((tensor.shape, tensor.dtype) for tensor in tensors_of(args))
 
 
-class UnknownValue(DataDependentValue):
-    """Code asked for a value that a trace without memory cannot know."""
-
-
 _CPU = torch.device("cpu")
 
 
@@ -204,7 +200,7 @@ class StorageLessMode(InfraMode):
 
         Each request gets the next answer that matches its call; answers in between are skipped,
         since code asks for less where it sees that it is captured.  Without a match the request
-        raises `UnknownValue`.
+        raises `DataDependentValue`.
         """
         self._answers = list(answers)
 
@@ -239,8 +235,9 @@ class StorageLessMode(InfraMode):
             if self._answers is not None:
                 return self._answer_of(func, args)
             if not (known or self._unknown_is_zero):
-                raise UnknownValue("the model's code looks at the value of a tensor that depends "
-                                   "on the weights or on values that are not given")
+                raise DataDependentValue(
+                    "the model's code looks at the value of a tensor that depends on the weights "
+                    "or on values that are not given")
             self.told_values |= known
             return func(*args, **kwargs)
         if self._answers is not None and makes_size_by_values(func, args):
@@ -269,7 +266,7 @@ class StorageLessMode(InfraMode):
                 return found[1].value
         answer = self._next_answer(func, args)
         if answer is None:
-            raise UnknownValue("code asked for more values than are known")
+            raise DataDependentValue("code asked for more values than are known")
         return answer.value
 
     def _next_answer(self, func: OpOverload, args: tuple[Any, ...]) -> Answer | None:
