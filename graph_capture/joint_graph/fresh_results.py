@@ -24,10 +24,10 @@ import torch
 from torch import fx
 
 from planner._graph_capture.joint_graph.joint import (
+    Emitter,
     JointGraph,
     eliminate_dead_code,
     is_tuple_element,
-    tensors_of,
 )
 from planner._graph_capture.joint_graph.lower import last_forward_node
 from planner._graph_capture.joint_graph.replay import UNINITIALISED, is_random
@@ -159,8 +159,7 @@ def _clone(graph: fx.Graph, copy: fx.Node) -> None:
             and not value.is_conj() and not value.is_neg()
             and (value.shape, value.stride(), value.dtype, value.device) == (
                 result.shape, result.stride(), result.dtype, result.device)):
-        with graph.inserting_before(copy):
-            new = _call(graph, _aten.clone.default, (source,), {}, copy)
+        new = Emitter(graph, copy)(_aten.clone.default, source, like=copy)
         if new.meta["val"].stride() == result.stride():
             copy.replace_all_uses_with(new)
 
@@ -208,23 +207,11 @@ def _replace(graph: fx.Graph, node: fx.Node, target: OpOverload, like: torch.Ten
              ) -> None:
     """Replace a node by a call of a fresh op with the layout of `like`."""
     layout = (list(like.shape), list(like.stride()), like.dtype, like.device)
-    with graph.inserting_before(node):
-        new = _call(graph, target, (*layout, *others), kwargs, node)
-        traced = node.meta["val"]
-        if isinstance(traced, torch.Tensor) and new.meta["val"].stride() != traced.stride():
-            new = _call(graph, _aten.clone.default, (new,),
-                        {"memory_format": torch.contiguous_format}, node)
+    emit, traced = Emitter(graph, node), node.meta["val"]
+    new = emit(target, *layout, *others, like=node, **kwargs)
+    if isinstance(traced, torch.Tensor) and new.meta["val"].stride() != traced.stride():
+        new = emit(_aten.clone.default, new, like=node, memory_format=torch.contiguous_format)
     node.replace_all_uses_with(new)
     graph.erase_node(node)
     for element in filter(is_tuple_element, new.users):
         element.meta["val"] = new.meta["val"][element.args[1]]
-
-
-def _call(graph: fx.Graph, target: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any],
-          replaced: fx.Node) -> fx.Node:
-    new = graph.call_function(target, args, dict(kwargs))
-    new.meta = dict(replaced.meta)
-    traced: Any = tensors_of(replaced.meta["val"])[0]
-    with traced.fake_mode:
-        new.meta["val"] = target(*fx.map_arg(args, lambda node: node.meta["val"]), **kwargs)
-    return new

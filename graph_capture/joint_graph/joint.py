@@ -17,7 +17,7 @@ made.
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -91,6 +91,37 @@ class JointGraph:
     def copy(self) -> fx.GraphModule:
         """A new module with a copy of the graph; nodes have the same names."""
         return copied_module(self.owner, self.graph)
+
+
+_NOT_TAKEN_OVER = frozenset({"val", "tensor_meta", "eager_input_vals", "unbacked_bindings"})
+
+
+class Emitter:
+    """Inserts nodes before another one."""
+
+    def __init__(self, graph: fx.Graph, before: fx.Node, *, compiled: bool = False) -> None:
+        """`compiled`: the graph has Inductor's decompositions."""
+        self._graph, self._compiled = graph, compiled
+        self._before = before
+        self._mode = next(node.meta["val"].fake_mode for node in graph.nodes
+                          if hasattr(node.meta.get("val"), "fake_mode"))
+
+    def __call__(self, target: Callable[..., Any], *args: Any, like: fx.Node, **kwargs: Any
+                 ) -> fx.Node:
+        """A new call, attributed to the source code of `like`."""
+        with self._graph.inserting_before(self._before):
+            node = self._graph.call_function(target, args, kwargs)
+        node.meta = {key: value for key, value in like.meta.items() if key not in _NOT_TAKEN_OVER}
+        values = fx.node.map_arg((args, kwargs), lambda operand: operand.meta["val"])
+        with self._mode, torch.no_grad():
+            node.meta["val"] = target(*values[0], **values[1])
+        return node
+
+    def cast(self, value: fx.Node, dtype: torch.dtype, *, like: fx.Node) -> fx.Node:
+        """A new conversion to another dtype."""
+        if self._compiled:
+            return self(torch.ops.prims.convert_element_type.default, value, dtype, like=like)
+        return self(torch.ops.aten._to_copy.default, value, like=like, dtype=dtype)
 
 
 def count_cotangents(module: fx.GraphModule) -> int:
@@ -294,8 +325,7 @@ def _prune_backward(
             node.replace_all_uses_with(survivor)
             continue
         for source in zeros:
-            with graph.inserting_before(node):
-                node.replace_input_with(source, _materialised_zeros(graph, source))
+            node.replace_input_with(source, _materialised_zeros(Emitter(graph, node), source))
     output = graph.output_node()
     returned = list(output.args[0])
     for position in range(num_forward_outputs, len(returned)):
@@ -317,22 +347,13 @@ def _surviving_summand(node: fx.Node, zero: set[fx.Node]) -> fx.Node | None:
     return survivor if same else None
 
 
-def _materialised_zeros(graph: fx.Graph, node: fx.Node) -> fx.Node:
+def _materialised_zeros(emit: Emitter, node: fx.Node) -> fx.Node:
     value = node.meta["val"]
     if not isinstance(value, torch.Tensor):
         raise CaptureError(f"cannot make the zero gradient of {node.name}, "
                            f"which is a {type(value).__name__}")
-    zeros = graph.call_function(
-        torch.ops.aten.zeros.default, (list(value.shape),),
-        {"dtype": value.dtype, "device": value.device})
-    zeros.meta = {key: node.meta[key] for key in _DESCRIPTIVE_META if key in node.meta}
-    with node.meta["val"].fake_mode:
-        zeros.meta["val"] = torch.zeros(value.shape, dtype=value.dtype, device=value.device)
-    return zeros
-
-
-_DESCRIPTIVE_META = ("nn_module_stack", "fwd_nn_module_stack", "stack_trace", "partitioner_tag",
-                     "seq_nr", "autograd_backward")
+    return emit(torch.ops.aten.zeros.default, list(value.shape), like=node, dtype=value.dtype,
+                device=value.device)
 
 
 def is_tuple_element(node: fx.Node) -> bool:

@@ -20,7 +20,12 @@ import torch
 from torch import fx
 
 from planner._graph_capture.joint_graph.inplace import same_layout
-from planner._graph_capture.joint_graph.joint import JointGraph, is_tuple_element, is_view
+from planner._graph_capture.joint_graph.joint import (
+    Emitter,
+    JointGraph,
+    is_tuple_element,
+    is_view,
+)
 from planner._graph_capture.joint_graph.walks import descendants, readers
 from planner._graph_capture.torch_compat.dispatch import define_op
 
@@ -41,11 +46,7 @@ def lower_backward_peak(joint: JointGraph, *, compiled: bool = False) -> None:
     graph = joint.graph
     target = REALIZED_COPY if compiled else torch.ops.aten.clone.default
     for part in late_parts(joint):
-        with graph.inserting_after(part):
-            copy = graph.call_function(target, (part,))
-        copy.meta = dict(part.meta)
-        with part.meta["val"].fake_mode:
-            copy.meta["val"] = part.meta["val"].clone()
+        copy = Emitter(graph, part.next)(target, part, like=part)
         part.replace_all_uses_with(copy, delete_user_cb=lambda user, copy=copy: user is not copy)
     order = {node: position for position, node in enumerate(graph.nodes)}
     for pooling in graph.find_nodes(op="call_function", target=_POOL_BACKWARD):
