@@ -237,7 +237,7 @@ def _hasten_gradients(graph: fx.Graph, num_forward_outputs: int) -> None:
     for node in reversed(nodes):
         if (node.op == "call_function" and node.users and node not in of_forward
                 and not node.is_impure() and hastened.issuperset(node.users)
-                and (is_view(node) or all(user is output or len(user.all_input_nodes) == 1
+                and (is_view(node) or all(user is output or len(_tensor_inputs(user)) == 1
                                           for user in node.users))):
             hastened.add(node)
     rank: dict[fx.Node, float] = {}
@@ -246,7 +246,9 @@ def _hasten_gradients(graph: fx.Graph, num_forward_outputs: int) -> None:
     latest = 0.0  # the highest rank so far
     for position, node in enumerate(nodes):
         rank[node] = position
-        if node.op == "call_function" and node in in_backward:
+        if _is_size(node):
+            rank[node] = max((rank[size] for size in node.all_input_nodes), default=position)
+        elif node.op == "call_function" and node in in_backward:
             start = min(start, position)
             if node in hastened:
                 last = max(rank[operand] for operand in node.all_input_nodes)
@@ -267,10 +269,19 @@ def _makes_anew(node: fx.Node, hastened: set[fx.Node]) -> bool:
 
     It waits for the gradient of the layer's input, which may be the last reader of the weight.
     """
-    return (len(node.all_input_nodes) > 1 and not is_view(node)
+    return (len(_tensor_inputs(node)) > 1 and not is_view(node)
             and not can_write_inplace(node.target)
             and any(source in hastened and readers(source, is_view) == {node}
                     for source in operands(node, is_view)))
+
+
+def _tensor_inputs(node: fx.Node) -> list[fx.Node]:
+    """The nodes that a node reads, without sizes, which a graph with fixed ones has not."""
+    return [source for source in node.all_input_nodes if not _is_size(source)]
+
+
+def _is_size(node: fx.Node) -> bool:
+    return isinstance(node.meta.get("val"), torch.SymInt)
 
 
 def _in_backward(graph: fx.Graph) -> set[fx.Node]:

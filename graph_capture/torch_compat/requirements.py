@@ -124,7 +124,8 @@ REQUIRED: dict[str, tuple[str, ...]] = {
     "symbols": (
         "torch._C._autograd._get_current_graph_task_keep_graph",
         *_of("torch._dynamo", "maybe_mark_dynamic(tensor, indices)"),
-        *_of("torch.utils._sympy.functions", "CeilToInt", "FloorDiv", "IntTrueDiv"),
+        *_of("torch.utils._sympy.functions", "CeilToInt", "FloorDiv", "IntTrueDiv",
+             "Max"),
         "torch.utils._sympy.printers.PythonPrinter.doprint(self, expression)",
     ),
     "joint_inputs": (

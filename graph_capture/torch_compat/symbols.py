@@ -16,7 +16,7 @@ from planner._graph_capture.torch_compat.requirements import require
 
 require(__name__)
 
-from torch.utils._sympy.functions import CeilToInt, FloorDiv, IntTrueDiv
+from torch.utils._sympy.functions import CeilToInt, FloorDiv, IntTrueDiv, Max
 from torch.utils._sympy.printers import PythonPrinter
 
 
@@ -35,8 +35,16 @@ def same_sizes(mine: Sequence[Any], theirs: Sequence[Any]) -> bool:
 
 @lru_cache(maxsize=4096)
 def _are_equal(left: Any, right: Any) -> bool:
-    """True if two expressions are one polynomial of symbols and of quotients of them."""
-    return bool(left == right) or sympy.expand(left - right) == 0
+    """True if two expressions are one polynomial of symbols and of quotients of them; no tensor is
+    taken to be empty, for which torch has strides of at least 1."""
+    return bool(left == right) or sympy.expand(_not_empty(left) - _not_empty(right)) == 0
+
+
+def _not_empty(expression: Any) -> Any:
+    """An expression with a size in place of the larger of it and 1."""
+    return sympy.sympify(expression).replace(
+        lambda each: isinstance(each, Max) and len(each.args) == 2 and 1 in each.args,
+        lambda each: next(size for size in each.args if size != 1))
 
 
 def function_of(expression: Any, symbols: Sequence[Any]) -> Callable[..., int]:

@@ -450,9 +450,11 @@ class GraphPlanner:
 
     @property
     def sizes_vary(self) -> bool:
-        """True if values of tensors decide sizes of the step: any call may have others."""
+        """True if values of tensors or dice decide what a call runs: one graph of each of its parts
+        is to serve all sizes."""
         planning = self._planning
-        return self.has_control_flow and planning.backend == "eager" and not planning.chunks
+        return ((self.has_control_flow or self.may_skip) and planning.backend == "eager"
+                and not planning.chunks)
 
     @property
     def own_tensors(self) -> list[torch.Tensor]:

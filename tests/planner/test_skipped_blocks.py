@@ -151,3 +151,65 @@ def test_many_paths_around_blocks_share_one_plan() -> None:
     assert planner.status(model).plans <= 8  # of 32 paths
     parameter_bytes = sum(each.nbytes for each in model.parameters())
     assert max(peaks[8:]) + parameter_bytes <= 0.75 * (max(plain_peaks) + parameter_bytes)
+
+
+class Attending(nn.Module):
+    """A block whose attention makes views, of several sizes, of what it projects."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.key, self.value = (nn.Linear(32, 32) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        query, key, value = (each(x).view(*x.shape[:-1], 4, 8).transpose(1, 2)
+                             for each in (self.query, self.key, self.value))
+        weights = (query * 0.3) @ (key.transpose(2, 3) * 0.3)
+        return x + (weights.softmax(-1) @ value).transpose(1, 2).reshape(x.shape)
+
+
+class Convolving(nn.Module):
+    """A block whose results have a quotient of a size as size."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convolution = nn.Conv1d(32, 32, 4, 2, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.gelu(self.convolution(x))
+
+
+class Hearing(nn.Module):
+    """Skips blocks as dice fall, and is called with sequences of any length."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convolutions = nn.ModuleList(Convolving() for _ in range(2))
+        self.blocks = nn.ModuleList(Attending() for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for convolution in self.convolutions:
+            x = convolution(x)
+        x = x.transpose(1, 2).contiguous()
+        for block in self.blocks:
+            if random.random() > 0.2:
+                x = block(x)
+        return x
+
+
+@pytest.mark.slow
+def test_blocks_of_other_lengths_are_not_compiled_again() -> None:
+    model = planner.within(Hearing(), "80%", time_limit=1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+
+    def step(length: int) -> None:
+        model(torch.randn(4, 32, length)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    seed(0)
+    for length in (400, 400, 320, 280, 360):
+        step(length)
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for length in (308, 344, 252, 396):
+            step(length)
+    assert planner.status(model).planned_steps == 9
