@@ -57,12 +57,12 @@ class Options:
 def with_least_memory(module: fx.GraphModule) -> Callable[..., Any]:
     """The captured graph as a function that runs op by op under the schedule with the lowest
     peak."""
-    planned: Callable[..., Any] = torch.compiler.disable(PlannedGraph(module, Options(
+    planned: Callable[..., Any] = torch.compiler.disable(DynamoGraph(module, Options(
         budget=1, inductor=False, takes_least=True, arguments={"time_limit": _SECONDS_FOR_LEAST})))
     return planned
 
 
-class PlannedGraph:
+class DynamoGraph:
     """A captured graph that is planned when it first runs with inputs of some shapes."""
 
     def __init__(self, module: fx.GraphModule, options: Options) -> None:

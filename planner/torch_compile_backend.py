@@ -28,7 +28,7 @@ from torch import fx, nn
 from planner._graph_capture.module_forward import hooks_within
 from planner.arguments.planning import PlanArguments, Planning
 from planner.attached.within import attach_in_step, is_within, settings_of
-from planner.captured_graph import Options, PlannedGraph, with_least_memory
+from planner.captured_graph import DynamoGraph, Options, with_least_memory
 
 log = logging.getLogger("planner.torch_compile_backend")
 
@@ -81,7 +81,7 @@ def _without_plan(module: fx.GraphModule, example_inputs: Sequence[Any],
     return compiled
 
 
-class _GraphOfModel(PlannedGraph):
+class _GraphOfModel(DynamoGraph):
     """A captured graph that may be one of several of a model."""
 
     def __init__(self, module: fx.GraphModule, options: Options) -> None:
