@@ -134,21 +134,11 @@ def _place(block: Block) -> str:
 
 
 def _phases(loop: LoopTrace) -> list[PhaseMemory]:
-    trace = loop.trace
-    held = Counter(dict.fromkeys(Category, 0))
-    level = 0
-    found = []
+    trace, levels, found = loop.trace, loop.trace.levels(), []
     for span in loop.spans:
-        best, where, at_best = level, span.start, dict(held)
-        for position in range(span.start, span.stop):
-            event = trace.events[position]
-            block = trace.blocks[event if event >= 0 else ~event]
-            change = block.size_bytes if event >= 0 else -block.size_bytes
-            held[block.category] += change
-            level += change
-            if level > best:
-                best, where, at_best = level, position + 1, dict(held)
-        found.append(PhaseMemory(span.phase, best, _memory(at_best), where))
+        event = max(range(span.start, span.stop + 1), key=levels.__getitem__)
+        held = trace.by_category(trace.alive_after(event))
+        found.append(PhaseMemory(span.phase, levels[event], _memory(held), event))
     return found
 
 
