@@ -80,10 +80,6 @@ class CompiledBreakdown:
                 self._generated[_decided(shared, spec)] = short
         return self._estimated[spec]
 
-    def is_known(self, spec: RewriteSpec) -> bool:
-        """True if the code of the whole step was traced."""
-        return spec in self._known
-
     def trace(self, spec: RewriteSpec) -> CompiledStep:
         """The memory of the step under a rewrite spec, above resident memory."""
         if spec not in self._known:
@@ -111,7 +107,7 @@ class CompiledBreakdown:
 
     def with_code(self, spec: RewriteSpec) -> RewriteSpec:
         """The rewrite spec with the memory of its graphs' code, if it was traced."""
-        if not self.is_known(spec):
+        if spec not in self._known:
             return spec
         regions = list(spec.regions)
         for shared in shared_code(spec):
