@@ -325,8 +325,8 @@ class CompiledSearch:
 
     @cached_property
     def least(self) -> tuple[int, Schedule]:
-        """The least net bytes of a known schedule, by the problem's breakdown, and that schedule;
-        empty if it is not available."""
+        """The least net bytes of a known schedule, by the problem's breakdown, and that schedule.
+        """
         try:  # with unfused costs: a schedule other than those of `schedule_within`
             return 0, self._ask(self.variant, 0, _LEAST_SECONDS).schedule
         except Refusal as refusal:
@@ -386,14 +386,11 @@ class CompiledSearch:
         """Inductor's default."""
         return self._evaluated(self.default_schedule, self.default_spec)
 
-    def spec(self, schedule: Schedule, kernel_order: bool) -> RewriteSpec:
-        """The rewrite spec of a schedule for a budget."""
-        return replace(spec_for_inductor(self.prepared, self.variant, schedule),
-                       kernel_order=kernel_order, low_memory_codegen=True)
-
     def evaluate(self, schedule: Schedule, kernel_order: bool = False) -> Candidate:
-        """Compile a step with this schedule and trace its memory."""
-        self.followed.append(self._evaluated(schedule, self.spec(schedule, kernel_order)))
+        """Compile a step with this schedule, for a budget, and trace its memory."""
+        spec = replace(spec_for_inductor(self.prepared, self.variant, schedule),
+                       kernel_order=kernel_order, low_memory_codegen=True)
+        self.followed.append(self._evaluated(schedule, spec))
         return self.followed[-1]
 
     def _evaluated(self, schedule: Schedule, spec: RewriteSpec) -> Candidate:
@@ -476,10 +473,9 @@ class CompiledSearch:
         """A candidate whose compiled step uses at most `net_bytes`, else the smallest of a few that
         depend neither on it nor on time: planning within what that one uses finds it again."""
         least_bytes, bare = self.least
-        tries = [(bare or self.default_schedule, True), (bare or self.default_schedule, False)]
-        if bare:
-            with suppress(Refusal):
-                tries.insert(0, (self.schedule_within(least_bytes), True))
+        tries = [(bare, True), (bare, False)]
+        with suppress(Refusal):
+            tries.insert(0, (self.schedule_within(least_bytes), True))
         best = self.evaluate(*tries[0])
         for schedule, kernel_order in tries[1:]:
             if best.peak_bytes <= net_bytes:
