@@ -32,8 +32,7 @@ def nested(task: Task) -> Proposal:
     for segments in _SEGMENTS:
         if segments > len(chain) + 1:
             continue
-        checkpoints = frozenset[int]().union(
-            *(f.storages for f in evenly(problem, region.ops, chain, segments)))
+        checkpoints = evenly(problem, region.ops, chain, segments)
         cost_before = best_cost
         for heuristic in _HEURISTICS:
             found, _ = counted_walk(problem, budget, heuristic, _RUNS_PER_OP * len(problem) + 200,

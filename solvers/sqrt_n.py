@@ -30,8 +30,7 @@ def sqrt_n(task: Task) -> Proposal:
     chain = narrow_frontiers(problem, region, MOST_SEGMENTS)
     tried: set[frozenset[int]] = set()
     for segments in range(1, len(chain) + 2):
-        retained = frozenset().union(
-            region.forced, *(f.storages for f in evenly(problem, region.ops, chain, segments)))
+        retained = region.forced | evenly(problem, region.ops, chain, segments)
         if retained in tried:
             continue
         tried.add(retained)
@@ -47,22 +46,22 @@ def sqrt_n(task: Task) -> Proposal:
 
 
 def evenly(problem: Problem, ops: tuple[int, ...], chain: tuple[Frontier, ...],
-            segments: int) -> list[Frontier]:
-    """Return the frontiers nearest to the places that split the ops into segments of equal bytes.
-    """
+           segments: int) -> frozenset[int]:
+    """Return the storages of the frontiers nearest to the places that split the ops into segments
+    of equal bytes."""
     if segments <= 1 or not chain:
-        return []
+        return frozenset()
     made = [0]
     for index in ops:
         made.append(made[-1] + sum(problem.storages[s].size_bytes
                                    for s in problem.ops[index].outputs))
     at = {index: made[i] for i, index in enumerate(ops)}
     marks = [at[f.position] for f in chain]
-    chosen = []
+    chosen: set[int] = set()
     for k in range(1, segments):
         target = made[-1] * k / segments
         right = bisect_left(marks, target)
         near = min((i for i in (right - 1, right) if 0 <= i < len(marks)),
                    key=lambda i: abs(marks[i] - target))
-        chosen.append(chain[near])
-    return chosen
+        chosen |= chain[near].storages
+    return frozenset(chosen)
