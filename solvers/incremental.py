@@ -97,8 +97,7 @@ class EditableTimeline:
 
     def segment(self, key: int) -> int:
         """Return the segment in which a run with that key executes."""
-        following = min(bisect_left(self.first_keys, key), len(self.first_keys) - 1)
-        return self.problem.segment_of[following]
+        return self.problem.segment_before(bisect_left(self.first_keys, key))
 
     def may_insert(self, op: int, before: int) -> bool:
         """Return whether `op` may be recomputed just before the run with key `before`."""
@@ -120,20 +119,10 @@ class EditableTimeline:
         The caller makes sure that this is allowed (`may_insert`).
         """
         position = bisect_left(self.keys, before)
-        high = self.keys[position] if position < len(self.keys) else before
-        low = self.keys[position - 1]
-        if high - low < 2:
+        if self.keys[position] - self.keys[position - 1] < 2:
             self._deal_keys()
-            high, low = self.keys[position], self.keys[position - 1]
-        key = (low + high) // 2
+        key = (self.keys[position - 1] + self.keys[position]) // 2
         self._insert(op, key, position)
-        self._journal.append((True, op, key))
-        return key
-
-    def append(self, op: int) -> int:
-        """Recompute `op` after the last run; return the new run's key."""
-        key = self.keys[-1] + _GAP
-        self._insert(op, key, len(self.keys))
         self._journal.append((True, op, key))
         return key
 

@@ -32,12 +32,9 @@ def test_every_edit_agrees_with_the_simulator(data: st.DataObject) -> None:
                      if timeline.runs_of[timeline.op_at[key]][0] != key]
         insertable = [(op, key) for op in range(len(problem)) for key in timeline.keys
                       if timeline.may_insert(op, key)]
-        appendable = [op for op in range(len(problem)) if problem.may_replay(op, len(problem))]
-        kind = data.draw(st.sampled_from(["insert", "append", "remove", "commit", "rollback"]))
+        kind = data.draw(st.sampled_from(["insert", "remove", "commit", "rollback"]))
         if kind == "insert" and insertable:
             timeline.insert(*data.draw(st.sampled_from(insertable)))
-        elif kind == "append" and appendable:
-            timeline.append(data.draw(st.sampled_from(appendable)))
         elif kind == "remove" and removable:
             timeline.remove(data.draw(st.sampled_from(removable)))
         elif kind == "commit":
