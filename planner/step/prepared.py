@@ -158,10 +158,10 @@ def prepare(step: CapturedStep, *, tensors: Sequence[ParameterKey], inputs: obje
             tuple(base.budget.resident_bytes + size for size in plain.memory_timeline),
             plain.backward_begins),
         tensors=tuple(tensors),
-        inputs=_as_json(inputs),
+        inputs=inputs,
         signature=signature,
         training=step.training,
-        overrides=tuple((name, _as_json(value)) for name, value in step.overrides),
+        overrides=step.overrides,
         holds_output=step.holds_output,
         backend=backend,
         cost_model=cost_model,
@@ -231,12 +231,3 @@ def _compared(variant: Variant, source: StepVariant, base: Variant) -> Variant:
         *variant.graph.notes, f"{what}; {share} of the step, counted as extra time"))
     return replace(variant, graph=graph, low_peak=source.low_peak, chunks=source.chunks,
                    inner_chunks=source.inner_chunks, extra_seconds=extra_seconds)
-
-
-def _as_json(value: Any) -> Any:
-    """The value as read back from a JSON file: tuples become lists, keys become text."""
-    if isinstance(value, dict):
-        return {str(key): _as_json(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_as_json(item) for item in value]
-    return value
