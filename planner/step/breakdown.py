@@ -68,8 +68,21 @@ def backward_begins(graph: TrainingGraph, timeline: Timeline) -> int:
 def holders_at(graph: TrainingGraph, timeline: Timeline, position: int) -> list[tuple[str, int]]:
     """Memory alive at one position of forward, loss and backward, by op or kind, largest first."""
     held: Counter[str] = Counter()
-    for what, size_bytes in _alive_at(graph, timeline, position):
-        held[what] += size_bytes
+    taken = timeline.inplace_of[position]
+    for instance in timeline.instances:
+        is_taken = instance.storage == taken and instance.death == position
+        # A buffer that the output reuses counts once, as the output.
+        if instance.birth <= position <= instance.death and not is_taken:
+            buffer = graph.buffers[instance.storage]
+            is_gradient = buffer.kind is Category.GRADIENTS and buffer.label
+            held[f"gradient of {buffer.label}" if is_gradient
+                 else graph.ops[buffer.producer].name] += buffer.size_bytes
+    if isinstance(index := timeline.schedule[position], int):
+        running = graph.ops[index]
+        held[f"workspace of {running.name}"] += running.workspace_bytes
+    for op, first, last in _replay_states(graph, timeline):
+        if first <= position <= last:
+            held[f"random state or input copy for replaying {op.name}"] += op.replay_state_bytes
     return sorted(((what, size) for what, size in held.items() if size),
                   key=lambda holder: (-holder[1], holder[0]))
 
@@ -103,26 +116,6 @@ def describe_bottleneck(variant: Variant, timeline: Timeline) -> str:
     where = f" ({running.source})" if running.source else ""
     return (f"At that minimum memory is fullest while {running.name}{where} runs: {always}, and "
             f"{'; '.join(lines)}.")
-
-
-def _alive_at(graph: TrainingGraph, timeline: Timeline, position: int
-              ) -> Iterator[tuple[str, int]]:
-    """Description and bytes of everything alive at one position."""
-    taken = timeline.inplace_of[position]
-    for instance in timeline.instances:
-        is_taken = instance.storage == taken and instance.death == position
-        # A buffer that the output reuses counts once, as the output.
-        if instance.birth <= position <= instance.death and not is_taken:
-            buffer = graph.buffers[instance.storage]
-            is_gradient = buffer.kind is Category.GRADIENTS and buffer.label
-            yield (f"gradient of {buffer.label}" if is_gradient
-                   else graph.ops[buffer.producer].name, buffer.size_bytes)
-    if isinstance(index := timeline.schedule[position], int):
-        running = graph.ops[index]
-        yield f"workspace of {running.name}", running.workspace_bytes
-    for op, first, last in _replay_states(graph, timeline):
-        if first <= position <= last:
-            yield (f"random state or input copy for replaying {op.name}", op.replay_state_bytes)
 
 
 def _replay_states(graph: TrainingGraph, timeline: Timeline
