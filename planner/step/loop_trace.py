@@ -98,8 +98,9 @@ def compose(resident: Sequence[Block], micro_batches: MicroBatches,
 class _Composer:
     def __init__(self, resident: Sequence[Block], micro_batches: MicroBatches,
                  optimizer: OptimizerTrace | None, loop: TrainingLoop) -> None:
-        self.resident, self.micro_batches = resident, micro_batches
-        self.optimizer, self.loop = optimizer, loop
+        self.resident, self.micro_batches, self.loop = resident, micro_batches, loop
+        self.optimizer = optimizer or OptimizerTrace("", MemoryTrace((), ()), 0, 0, 0, frozenset())
+        self.resets_all = optimizer is None
         self.blocks: list[Block] = []
         self.events: list[int] = []
         self.runs: list[OpRun] = []
@@ -113,12 +114,13 @@ class _Composer:
         self.left: list[int] = []
 
     def run(self) -> LoopTrace:
+        optimizer = self.optimizer
         self._begin(StepPhase.LOADING, 0)
         self._load()
-        for iteration in (1, 2):
-            start, stop = self._optimizer_step(iteration)
-            evaluations = (() if self.optimizer is None
-                           else self.optimizer.evaluations_from(start, stop))
+        steps = ((optimizer.first_begins, optimizer.second_begins),
+                 (optimizer.steady_begins, len(optimizer.trace.events)))
+        for iteration, (start, stop) in enumerate(steps, start=1):
+            evaluations = optimizer.evaluations_from(start, stop)
             if evaluations:
                 self._step_by_closure(iteration, (start, *evaluations, stop))
             else:
@@ -140,16 +142,7 @@ class _Composer:
         for block in self.resident:
             if block.category is not Category.INPUTS:
                 self._make(block)
-        if self.optimizer is not None:
-            self._play_optimizer(0, self.optimizer.first_begins)
-
-    def _optimizer_step(self, iteration: int) -> tuple[int, int]:
-        """The first and the last event of the optimizer's step in its trace."""
-        if self.optimizer is None:
-            return 0, 0
-        if iteration == 1:
-            return self.optimizer.first_begins, self.optimizer.second_begins
-        return self.optimizer.steady_begins, len(self.optimizer.trace.events)
+        self._play_optimizer(0, self.optimizer.first_begins)
 
     def _step_by_closure(self, iteration: int, events: Sequence[int]) -> None:
         """Play an optimizer step that evaluates the model after all but the first and last of
@@ -177,14 +170,11 @@ class _Composer:
         self._release(returned)
 
     def _play_optimizer(self, start: int, stop: int) -> None:
-        if self.optimizer is not None:
-            self._play(self.optimizer.trace, start, stop, self.of_optimizer)
+        self._play(self.optimizer.trace, start, stop, self.of_optimizer)
 
     def _grow(self) -> None:
         """Advance the optimizer's state from the first step to the last one, which represents all
         later ones."""
-        if self.optimizer is None:
-            return
         trace = self.optimizer.trace
         before, after = (dict.fromkeys(trace.alive_after(event)) for event in (
             self.optimizer.second_begins, self.optimizer.steady_begins))
@@ -225,7 +215,7 @@ class _Composer:
         if not self.loop.set_to_none:
             return
         reset = [name for name in self.gradients
-                 if self.optimizer is None or name in self.optimizer.parameters]
+                 if self.resets_all or name in self.optimizer.parameters]
         gone = [block for name in reset for block in self.gradients.pop(name)]
         if self.loop.zero_grad == "before_backward":
             self.stale = gone
