@@ -211,16 +211,28 @@ def _largest_size(what: str, function: Callable[..., LargestSize], model: nn.Mod
             first, last, with_plan=bool(plan))
 
 
+@dataclass(slots=True)
 class _Search:
     """One search, over multiples of `multiple_of`: the plain step first, then, from its result, the
-    planned one."""
+    planned one.  Numbers count these multiples."""
 
-    def __init__(self, what: str, steps: SizedSteps, budget_bytes: int, multiple_of: int,
-                 overhead: float | None, effort: Effort, report: Progress) -> None:
-        self.what, self.steps, self.budget_bytes = what, steps, budget_bytes
-        self.multiple_of, self.overhead = multiple_of, overhead
-        self.effort, self.report = effort, report
-        self.feasibility = Feasibility(steps, budget_bytes, multiple_of, overhead, effort)
+    what: str
+    steps: SizedSteps
+    budget_bytes: int
+    multiple_of: int
+    overhead_limit: float | None
+    effort: Effort
+    report: Progress
+    schedules: dict[int, Schedule] = field(default_factory=dict)
+    """A schedule within the budget and the limit on overhead, if known, by number."""
+    minimum_bytes: dict[int, int] = field(default_factory=dict)
+    """The smallest budget known to be feasible at a number that was searched."""
+    overheads: dict[int, float] = field(default_factory=dict)
+    """The least extra time of the plans found within the budget."""
+    proven: set[int] = field(default_factory=set)
+    """Numbers at which no plan exists."""
+    small: list[Schedule] = field(default_factory=list)
+    """Schedules of small peaks, of any number."""
 
     def run(self, first: int, last: int, *, with_plan: bool) -> LargestSize:
         """`first`, `last`: the range, in multiples."""
@@ -229,10 +241,10 @@ class _Search:
             self._require_captures()
         planned = Bracket(None, None)
         if with_plan:
-            planned = self.feasibility.largest(first, last, known=plain)
+            planned = self._largest_planned(first, last, known=plain)
         if (planned.low if with_plan else plain.low) is None:
             raise self._nothing_fits(with_plan)
-        plan = self._plan(planned.low)
+        plan = None if planned.low is None else self._plan(planned.low)
         return self._result(plain, planned, plan)
 
     def _plain_fits(self, number: int) -> bool | None:
@@ -245,9 +257,13 @@ class _Search:
         return fits
 
     def _plain_guess(self) -> float | None:
-        peaks = {size // self.multiple_of: float(step.plain_bytes)
-                 for size, step in self.steps.captured.items()}
-        return secant(peaks, self.budget_bytes)
+        return secant({number: float(step.plain_bytes) for number, step in self._captured.items()},
+                      self.budget_bytes)
+
+    @property
+    def _captured(self) -> dict[int, PreparedStep]:
+        """The steps captured so far, by number."""
+        return {size // self.multiple_of: step for size, step in self.steps.captured.items()}
 
     def _require_captures(self) -> None:
         """Raise `CaptureError` if no size could be captured."""
@@ -266,13 +282,13 @@ class _Search:
                 f"no {self.what} from {size} on fits in {self.budget_bytes:,} bytes without a "
                 f"plan: the plain step of {size} takes {step.plain_bytes:,} bytes; "
                 "look for one with plan=True")
-        least = self.feasibility.overheads.get(size // self.multiple_of)
+        least = self.overheads.get(size // self.multiple_of)
         if least is not None:
             enough = step.takes_bytes(step.base, step.base.problem.keep_all_schedule)
             return InfeasibleBudget(
                 self.budget_bytes, enough, "",
                 f"no {self.what} from {size} on fits in {self.budget_bytes:,} bytes at "
-                f"{format_fraction(self.overhead or 0.0)} extra time: the best plan found "
+                f"{format_fraction(self.overhead_limit or 0.0)} extra time: the best plan found "
                 f"for {size} takes {format_fraction(least)}; allow more overhead, or a larger "
                 f"budget (without extra time {enough:,} bytes)")
         found = refusal(self.steps.at(size) or step, self.budget_bytes, self.effort)
@@ -282,76 +298,52 @@ class _Search:
             f"without: a {self.what} of {size} needs {found.minimum_bytes:,} bytes. "
             f"{found.bottleneck}")
 
-    def _plan(self, number: int | None) -> Plan | None:
-        if number is None:
-            return None
-        size = number * self.multiple_of
-        step = self.steps.captured[size]
-        self.report(f"planning a {self.what} of {size}")
-        return plan_within(step, self.budget_bytes, self.effort,
-                           warm_start=self.feasibility.schedules.get(number))
+    def _plan(self, number: int) -> Plan:
+        self.report(f"planning a {self.what} of {number * self.multiple_of}")
+        return plan_within(self._captured[number], self.budget_bytes, self.effort,
+                           warm_start=self.schedules.get(number))
 
     def _result(self, plain: Bracket, planned: Bracket, plan: Plan | None) -> LargestSize:
-        multiple, captured = self.multiple_of, self.steps.captured
+        multiple, captured = self.multiple_of, self._captured
 
         def size(number: int | None) -> int | None:
             return None if number is None else number * multiple
 
         def peak(number: int | None) -> int | None:
-            return None if number is None else captured[number * multiple].baseline_peak_bytes
+            return None if number is None else captured[number].baseline_peak_bytes
 
         def seconds(number: int | None, overhead: float = 0.0) -> float | None:
-            if number is None:
-                return None
-            graph = captured[number * multiple].base.graph
-            return graph.step_seconds * (1 + overhead) / (number * multiple)
+            return None if number is None else (
+                captured[number].base.graph.step_seconds * (1 + overhead) / (number * multiple))
 
         return LargestSize(
             what=self.what, budget_bytes=self.budget_bytes,
             plain=size(plain.low), plain_peak_bytes=peak(plain.low),
             plain_next=size(plain.high), plain_next_peak_bytes=peak(plain.high),
             planned=size(planned.low), planned_next=size(planned.high),
-            planned_next_minimum_bytes=self.feasibility.minimum_bytes.get(planned.high or -1),
-            proven=planned.high in self.feasibility.proven,
-            overhead_limit=self.overhead, plan=plan,
+            planned_next_minimum_bytes=self.minimum_bytes.get(planned.high or -1),
+            proven=planned.high in self.proven,
+            overhead_limit=self.overhead_limit, plan=plan,
             plain_seconds_per_item=seconds(plain.low),
             planned_seconds_per_item=seconds(planned.low, plan.overhead if plan else 0.0),
             skipped=tuple(sorted(self.steps.skipped.items())), captures=len(captured))
 
-
-class Feasibility:
-    """Answers by number, in multiples of `multiple_of`; mutable, since it caches them."""
-
-    def __init__(self, steps: SizedSteps, budget_bytes: int, multiple_of: int,
-                 overhead: float | None, effort: Effort) -> None:
-        self._steps, self._budget_bytes, self._multiple_of = steps, budget_bytes, multiple_of
-        self._overhead_limit, self._effort = overhead, effort
-        self.schedules: dict[int, Schedule] = {}
-        """A schedule within the budget and the limit on overhead, if known."""
-        self.minimum_bytes: dict[int, int] = {}
-        """The smallest budget known to be feasible at a number that was searched."""
-        self.overheads: dict[int, float] = {}
-        """The least extra time of the plans found within the budget."""
-        self.proven: set[int] = set()
-        """Numbers at which no plan exists."""
-        self._small: list[Schedule] = []  # schedules of small peaks
-
-    def largest(self, first: int, last: int, known: Bracket) -> Bracket:
+    def _largest_planned(self, first: int, last: int, known: Bracket) -> Bracket:
         """The largest number from `first` to `last` with a plan; the search begins at `known`, the
         result for the plain step."""
         start = first if known.low is None else known.low
-        bracket = find_largest(self.fits, self._guess, start, last)
+        bracket = find_largest(self._fits, self._guess, start, last)
         if bracket.low is None and start > first:
-            below = find_largest(self.fits, self._guess, first, start - 1)
+            below = find_largest(self._fits, self._guess, first, start - 1)
             return Bracket(below.low, below.high if below.low != start - 1 else bracket.high)
         return bracket
 
-    def fits(self, number: int) -> bool | None:
+    def _fits(self, number: int) -> bool | None:
         """True if a plan is known or found at the number; `None` if the step cannot be captured."""
-        step = self._steps.at(number * self._multiple_of)
+        step = self.steps.at(number * self.multiple_of)
         if step is None:
             return None
-        if not step.may_fit(self._budget_bytes):
+        if not step.may_fit(self.budget_bytes):
             self.proven.add(number)
             return False
         return self._fits_known(number, step) or self._search(number, step)
@@ -361,24 +353,24 @@ class Feasibility:
         return any(
             self._accept(number, step, variant, schedule) for variant in step.variants
             for schedule in (variant.problem.keep_all_schedule, *self.schedules.values(),
-                             *self._small)
+                             *self.small)
             if is_legal(variant.problem, schedule))
 
     def _search(self, number: int, step: PreparedStep) -> bool:
-        limit, net_bytes = self._overhead_limit, step.budget.net_bytes(self._budget_bytes)
+        limit, net_bytes = self.overhead_limit, step.budget.net_bytes(self.budget_bytes)
         if step.budget_of == "reserved":
             try:
-                variant, result = schedule_reserving(step, self._budget_bytes, self._effort)
+                variant, result = schedule_reserving(step, self.budget_bytes, self.effort)
             except InfeasibleBudget as refusal:
                 self.minimum_bytes[number] = refusal.minimum_bytes
                 return False
             schedule = result.schedule
         elif limit is None:
             variant, schedule = smallest(step.variants, net_bytes)
-            self._small.append(schedule)
+            self.small.append(schedule)
             self.minimum_bytes[number] = variant.peak_bytes(schedule)
         else:
-            variant, found = cheapest(step.variants, net_bytes, self._effort)
+            variant, found = cheapest(step.variants, net_bytes, self.effort)
             schedule = found.schedule
             if isinstance(found, Refusal):
                 self.minimum_bytes[number] = step.budget.whole_bytes(found.minimum_bytes)
@@ -391,27 +383,26 @@ class Feasibility:
                 ) -> bool:
         """Record a schedule's overhead; return whether it is within the limits."""
         peak, cost = simulate(variant.problem, schedule)
-        if peak > step.budget.net_bytes(self._budget_bytes) or (step.budget_of == "reserved" and (
-                step.takes_bytes(variant, schedule) > self._budget_bytes)):
+        if peak > step.budget.net_bytes(self.budget_bytes) or (step.budget_of == "reserved" and (
+                step.takes_bytes(variant, schedule) > self.budget_bytes)):
             return False
         base = variant.base_seconds
         overhead = (cost - base) / base if base else 0.0
         self.overheads[number] = min(overhead, self.overheads.get(number, math.inf))
-        if self._overhead_limit is not None and overhead > self._overhead_limit:
+        if self.overhead_limit is not None and overhead > self.overhead_limit:
             return False
         self.schedules[number] = schedule
-        if self._effort.progress is not None:
-            self._effort.progress(f"{number * self._multiple_of} fits with a plan "
-                                  f"({format_fraction(overhead)} extra time)")
+        self.report(f"{number * self.multiple_of} fits with a plan "
+                    f"({format_fraction(overhead)} extra time)")
         return True
 
     def _guess(self) -> float | None:
-        if self._overhead_limit is None:
+        if self.overhead_limit is None:
             return self._guess_by_memory()
         # Overhead grows approximately as a power of the size.
         points = {number: math.log(overhead) for number, overhead in self.overheads.items()
                   if overhead > 0}
-        limit = self._overhead_limit
+        limit = self.overhead_limit
         if len(points) < 2 or limit <= 0:
             return None
         scaled = {round(2 ** 20 * math.log(number)): value for number, value in points.items()}
@@ -421,15 +412,14 @@ class Feasibility:
     def _guess_by_memory(self) -> float | None:
         """The number at which the smallest known schedules reach the budget, interpolated from two
         sizes."""
-        captured = {size // self._multiple_of: step
-                    for size, step in self._steps.captured.items()}
-        if not self._small and len(captured) > 1:
+        captured = self._captured
+        if not self.small and len(captured) > 1:
             number = max(captured)
-            self._small.append(minimum_peak(captured[number].base.problem))
+            self.small.append(minimum_peak(captured[number].base.problem))
         guesses = []
-        for schedule in self._small:
+        for schedule in self.small:
             peaks = {number: float(variant.peak_bytes(schedule))
                      for number, step in captured.items() for variant in step.variants
                      if is_legal(variant.problem, schedule)}
-            guesses.append(secant(peaks, self._budget_bytes))
+            guesses.append(secant(peaks, self.budget_bytes))
         return max((guess for guess in guesses if guess is not None), default=None)
