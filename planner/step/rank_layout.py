@@ -53,14 +53,17 @@ class _Layout:
     bucket_bytes: tuple[int, ...] = ()
     units: tuple[tuple[str, int], ...] = ()
     holds_optimizer: bool = True
+    reduced_dtype: torch.dtype | None = None
+    """Dtype in which gradients are reduced, if different from theirs."""
 
     def __init__(self, model: nn.Module, fake_copy: FakeCopy, parallel: DataParallel) -> None:
         self._model, self._fake_copy, self._parallel = model, fake_copy, parallel
 
     @property
     def whole_gradient_bytes(self) -> int:
-        """See `graph_capture.rank.RankLayout`."""
-        return sum(allocated_bytes(p.nbytes, self._fake_copy.device)
+        """See `graph_capture.rank.RankLayout`; in the dtype in which they will be reduced."""
+        dtype = self.reduced_dtype
+        return sum(allocated_bytes(p.numel() * (dtype or p.dtype).itemsize, self._fake_copy.device)
                    for p in self._fake_copy.model.parameters() if p.requires_grad)
 
     @property
@@ -103,13 +106,6 @@ class Replicated(_Layout):
 class FullyShardedLayout(_Layout):
     """Each rank has a shard of each parameter (`zero2`, `zero3`, `fsdp2`)."""
 
-    @property
-    def whole_gradient_bytes(self) -> int:
-        """See `graph_capture.rank.RankLayout`; in the dtype in which they will be reduced."""
-        dtype = self._precision.reduced
-        return sum(allocated_bytes(p.numel() * (dtype or p.dtype).itemsize, self._fake_copy.device)
-                   for p in self._fake_copy.model.parameters() if p.requires_grad)
-
     def __init__(self, model: nn.Module, fake_copy: FakeCopy, parallel: DataParallel) -> None:
         super().__init__(model, fake_copy, parallel)
         self._reshard = {"zero2": False, "zero3": True}.get(
@@ -119,6 +115,7 @@ class FullyShardedLayout(_Layout):
             parallel.kept_units, [name for unit in self._names for name in unit], "kept_units"))
         units = make_units(fake_copy.model, self._names, self._reshard, self._kept)
         self._precision = _precision(model, parallel)
+        self.reduced_dtype = self._precision.reduced
         # Offloaded parameters are in host memory, which on a CPU is the device's own, too.
         self.holds_optimizer = not parallel.offloads or fake_copy.device.type == "cpu"
         self.parameters_bytes = 0 if not self.holds_optimizer else sum(
