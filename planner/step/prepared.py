@@ -147,7 +147,8 @@ def prepare(step: CapturedStep, *, tensors: Sequence[ParameterKey], inputs: obje
     if plain_net_bytes is not None:
         baseline_bytes = plain_net_bytes
     surroundings = StepSurroundings.of(step, accumulation)
-    reserved = None if surroundings is None else surroundings.plain_reserved_bytes()
+    reserved = None if surroundings is None or surroundings.plain is None else (
+        surroundings.replay(surroundings.plain).reserved_bytes)
     if budget_of == "reserved" and reserved is None:
         raise ValueError('budget_of="reserved": what torch reserves is not known where gradients '
                          "of shards add up over micro-batches; give a budget of what is allocated")

@@ -158,10 +158,6 @@ class StepSurroundings:
         loop = compose(self.resident, micro_batches, self.optimizer, self.loop)
         return replay_loop(loop, self.workspace_bytes, expandable=self.expandable)
 
-    def plain_reserved_bytes(self) -> int | None:
-        """Reserved memory of the plain step."""
-        return None if self.plain is None else self.replay(self.plain).reserved_bytes
-
     def planned(self, graph: TrainingGraph, timeline: Timeline) -> MicroBatches:
         """Forward and backward under a schedule."""
         return lambda with_gradient: planned_micro_batch(graph, timeline, self.parameters,
