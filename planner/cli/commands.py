@@ -22,7 +22,6 @@ from planner.cli.options import (
     Output,
     PlanPath,
     RankOptions,
-    SizeBudget,
     SizedTargetOptions,
     SizeOptions,
     TargetOptions,
@@ -175,9 +174,9 @@ def max_seq(target: SizedTargetOptions, sizes: SizeOptions, planning: Planning,
     _find_largest("sequence", target, sizes, planning, ranks, save_to, json)
 
 
-@command(without=("batch", "inputs", "accumulation"))
+@command(without=("batch", "inputs", "accumulation"), sizes=("budget",))
 def advise(
-    target: SizedTargetOptions, budget: SizeBudget,
+    target: SizedTargetOptions, sizes: SizeOptions,
     effective_batch: Annotated[int, typer.Option(
         "--effective-batch", min=1, help="Samples for each step of the optimizer.")],
     planning: Planning, ranks: RankOptions, save_to: Output = None, json: Json = False,
@@ -188,14 +187,14 @@ def advise(
     from planner.reporters.choices import advice_report
     from planner.sizes.advice import advise as find_choices
 
-    absolute_budget(None, budget, "which differs with the batch")
+    absolute_budget(None, sizes.budget, "which differs with the batch")
     check_writable(save_to)
     planning = replace(planning, parallel=ranks.settings())
     found = load_sized_target(target, "batch", first=1)
     arguments = replace(planning, loss_fn=found.loss_fn).arguments()
     del arguments["accumulation"]
     advice = find_choices(found.model, found.make_inputs, effective_batch=effective_batch,
-                          budget=budget, make_loss_fn=found.make_loss_fn, **arguments)
+                          budget=sizes.budget, make_loss_fn=found.make_loss_fn, **arguments)
     if save_to is not None and advice.best.plan is not None:
         advice.best.plan.save(save_to)
     print_result(advice, advice_report, json=json)

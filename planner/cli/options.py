@@ -28,8 +28,6 @@ if TYPE_CHECKING:
 PlanPath = Annotated[Path, typer.Argument(metavar="PLAN.json", help="A saved plan.")]
 Budget = Annotated[str | None, typer.Option(
     "--budget", help='Peak of the whole step: 8GB (1e9), 8GiB (2**30), 500MB, 60%.')]
-SizeBudget = Annotated[str, typer.Option(
-    "--budget", help="Peak of the whole step: 8GB (1e9), 8GiB (2**30), 500MB.")]
 Output = Annotated[Path | None, typer.Option("--output", "-o", help="Save the plan.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
 
