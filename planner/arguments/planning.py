@@ -3,7 +3,7 @@
 `planner.plan` documents them and lists them in its signature; other functions declare `**arguments:
 Unpack[PlanArguments]` and build a `Planning` from them, as do the command line and the options of
 the `torch.compile` backend.  To add an argument, add a field here, a line in `PlanArguments` (for
-type checkers) and a parameter of `plan`.
+type checkers) and its description to the docstring of `plan`.
 
 Blind spot: arguments that refer to the model (`keep`, `regions`, `optimizer`, `device`) are checked
 during capture.
