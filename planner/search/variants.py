@@ -63,8 +63,7 @@ _Found = TypeVar("_Found", bound=_Priced)
 
 
 def choose(sources: Iterable[_Source], attempt: Callable[[_Source], _Found | None],
-           is_worth: Callable[[_Source, _Found], bool] = lambda source, best: True
-           ) -> tuple[_Source, _Found] | None:
+           is_worth: Callable[[_Source, _Found], bool]) -> tuple[_Source, _Found] | None:
     """The cheapest result of `attempt` over the variants of a step (or other `sources`), the base
     variant first; `None` if it finds nothing.
 

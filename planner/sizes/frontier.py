@@ -22,7 +22,7 @@ from planner.progress import Progress, watched
 from planner.search.compiled import smallest_plan
 from planner.search.eager import make_plan, schedule_within, smallest_result
 from planner.search.planning import Effort, plan_within
-from planner.search.variants import choose, over_all_variants, solve_variant
+from planner.search.variants import over_all_variants, solve_variant
 from planner.solvers.curve import solve_all
 from planner.solvers.errors import InfeasibleBudget
 from planner.solvers.problem import Schedule
@@ -157,15 +157,14 @@ def _cheapest_of_each(prepared: PreparedStep, curves: Sequence[Mapping[int, Resu
         known = {variant: curve[budget]
                  for variant, curve in zip(prepared.variants, curves, strict=True)
                  if budget in curve}
-        found = choose(known, known.__getitem__)
-        if found is None:
+        if not known:
             continue
         net_bytes = prepared.budget.net_bytes(budget)
         # A variant without a known schedule has no bound, though a schedule may exist.
         bounds = [known[variant].lower_bound if variant in known else variant.base_seconds
                   for variant in prepared.variants
                   if variant in known or variant.may_fit(net_bytes)]
-        variant, result = found
+        variant, result = min(known.items(), key=lambda found: found[1].cost)
         yield make_plan(prepared, variant, budget, over_all_variants(result, bounds))
 
 
