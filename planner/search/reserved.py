@@ -158,8 +158,9 @@ def _refusal(prepared: PreparedStep, budget_bytes: int, tries: Iterable[_Tried]
              f"{format_bytes(smallest.reserved_bytes)} that torch reserves then, "
              f"{format_bytes(smallest.allocated_bytes)} are allocated")
     if around is not None and not around.expandable:
-        found = replace(around, expandable=True).replay(around.planned(variant.graph, timeline))
+        reserved_bytes = replace(around, expandable=True).reserved_bytes(
+            around.planned(variant.graph, timeline))
         words += (f"; with expandable segments (PYTORCH_ALLOC_CONF=expandable_segments:True) it "
-                  f"reserves {format_bytes(found.reserved_bytes)}")
+                  f"reserves {format_bytes(reserved_bytes)}")
     return InfeasibleBudget(budget_bytes, smallest.reserved_bytes, f"{words}.",
                             proven_minimum_bytes=prepared.proven_minimum_bytes)

@@ -64,8 +64,8 @@ class PreparedStep:
     def reserved_bytes(self, variant: Variant, timeline: Timeline) -> int | None:
         """Reserved memory under a schedule of one graph variant."""
         around = self.surroundings
-        return None if around is None else (
-            around.replay(around.planned(variant.graph, timeline)).reserved_bytes)
+        return None if around is None else around.reserved_bytes(
+            around.planned(variant.graph, timeline))
 
     def with_link(self, link: Link) -> PreparedStep:
         """The step with results that may be stored on the host over `link`."""
@@ -148,7 +148,7 @@ def prepare(step: CapturedStep, *, tensors: Sequence[ParameterKey], inputs: obje
         baseline_bytes = plain_net_bytes
     surroundings = StepSurroundings.of(step, accumulation)
     reserved = None if surroundings is None or surroundings.plain is None else (
-        surroundings.replay(surroundings.plain).reserved_bytes)
+        surroundings.reserved_bytes(surroundings.plain))
     if budget_of == "reserved" and reserved is None:
         raise ValueError('budget_of="reserved": what torch reserves is not known where gradients '
                          "of shards add up over micro-batches; give a budget of what is allocated")

@@ -50,19 +50,9 @@ def expandable_segments() -> bool:
     return "expandable_segments:True" in words
 
 
-@dataclass(frozen=True, slots=True)
-class Replay:
-    """Result of replaying a training loop on the allocator's model."""
-
-    reserved_bytes: int
-    allocated_bytes: int
-    """Peak of allocated memory, workspaces of cuBLAS included."""
-    steps: int
-    """Number of replayed steps."""
-
-
-def replay_loop(loop: LoopTrace, workspace_bytes: int = 0, *, expandable: bool = False) -> Replay:
-    """Replay loading and two steps, and the second one again until reserved memory no longer grows.
+def reserved_by(loop: LoopTrace, workspace_bytes: int = 0, *, expandable: bool = False) -> int:
+    """Reserved memory, by replaying loading and two steps, and the second one again until it no
+    longer grows.
 
     `workspace_bytes`: of cuBLAS, for each of the two threads.
     """
@@ -79,14 +69,13 @@ def replay_loop(loop: LoopTrace, workspace_bytes: int = 0, *, expandable: bool =
     replay(sizes, trace.events[seen:], allocator, held)
     second = [event for span in loop.spans if span.iteration == 2
               for event in trace.events[span.start:span.stop]]
-    steps = 2
     if _leaves_nothing(second):
-        before = -1
-        while steps < _MOST_STEPS and allocator.reserved_bytes != before:
+        for _ in range(_MOST_STEPS - 2):
             before = allocator.reserved_bytes
             replay(sizes, second, allocator, held)
-            steps += 1
-    return Replay(allocator.reserved_bytes, allocator.peak_allocated_bytes, steps)
+            if allocator.reserved_bytes == before:
+                break
+    return allocator.reserved_bytes
 
 
 def _first_products(loop: LoopTrace) -> list[int]:
@@ -153,10 +142,10 @@ class StepSurroundings:
                 ("what is reserved is predicted with expandable segments, which the environment "
                  "asks for",))
 
-    def replay(self, micro_batches: MicroBatches) -> Replay:
-        """Replay the loop with these forwards and backwards."""
+    def reserved_bytes(self, micro_batches: MicroBatches) -> int:
+        """Reserved memory of the loop with these forwards and backwards."""
         loop = compose(self.resident, micro_batches, self.optimizer, self.loop)
-        return replay_loop(loop, self.workspace_bytes, expandable=self.expandable)
+        return reserved_by(loop, self.workspace_bytes, expandable=self.expandable)
 
     def planned(self, graph: TrainingGraph, timeline: Timeline) -> MicroBatches:
         """Forward and backward under a schedule."""

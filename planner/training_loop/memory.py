@@ -25,7 +25,7 @@ from planner.progress import Progress, watched
 from planner.step.loop_trace import LoopTrace, MicroBatches, TrainingLoop, compose
 from planner.step.planned_micro_batch import planned_micro_batch
 from planner.step.rank_layout import layout_of
-from planner.step.reserved import expandable_segments, replay_loop
+from planner.step.reserved import expandable_segments, reserved_by
 from planner.step.wrapped import beneath_wrappers
 from planner.training_loop.report import MemoryReport, breakdown_of
 
@@ -144,8 +144,8 @@ def memory(model: nn.Module, inputs: object = None, *, optimizer: object = None,
 def _reserved(trace: LoopTrace, device: torch.device, gpu: str | Gpu | None) -> int | None:
     if device.type != "cuda":
         return None
-    return replay_loop(trace, held_workspace_bytes(device_model(device, gpu=gpu).gpu),
-                       expandable=expandable_segments()).reserved_bytes
+    return reserved_by(trace, held_workspace_bytes(device_model(device, gpu=gpu).gpu),
+                       expandable=expandable_segments())
 
 
 def _notes_on(traced: OptimizerTrace | None) -> tuple[str, ...]:

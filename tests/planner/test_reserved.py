@@ -14,7 +14,7 @@ from planner._graph_capture.training_graph import Category
 from planner.api import capture
 from planner.plans.file import dumps, loads
 from planner.step.loop_trace import LoopTrace, Span, StepPhase
-from planner.step.reserved import replay_loop
+from planner.step.reserved import reserved_by
 from tests.support.command_line import TINY_GPT2, run
 
 MIB = 2 ** 20
@@ -61,18 +61,16 @@ def test_a_loop_is_replayed_until_nothing_more_is_reserved():
     # The first block of 12 MiB lies where one of 30 MiB was.
     sizes = [30 * MIB, 12 * MIB, 30 * MIB, 12 * MIB]
     loop = loop_of(sizes, [0, ~0, 1], [~1, 2, 3, ~2, ~3])
-    assert replay_loop(loop).reserved_bytes == 42 * MIB
+    assert reserved_by(loop) == 42 * MIB
     # The workspace comes while 30 MiB are in use; 12 of its segment of 20 MiB are left.
-    assert replay_loop(loop, 8 * MIB).reserved_bytes == 50 * MIB
-    assert replay_loop(loop, expandable=True).reserved_bytes == 60 * MIB
+    assert reserved_by(loop, 8 * MIB) == 50 * MIB
+    assert reserved_by(loop, expandable=True) == 60 * MIB
 
 
 def test_a_later_step_may_reserve_more_than_the_first():
     # First 12 MiB, then 13 and 12 at once: the first finds 12 too small.
     loop = loop_of([12 * MIB, 13 * MIB, 12 * MIB], [0, ~0], [1, 2, ~2, ~1])
-    found = replay_loop(loop)
-    assert found.reserved_bytes == 26 * MIB and found.steps == 3
-    assert found.allocated_bytes == 26 * MIB  # a rest of 1 MiB is not split off
+    assert reserved_by(loop) == 26 * MIB  # a rest of 1 MiB is not split off
 
 
 def test_a_plan_says_what_is_reserved(unlimited, tmp_path):
