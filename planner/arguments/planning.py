@@ -155,7 +155,8 @@ class Planning:
             raise ValueError(f'budget_of="reserved" with backend={self.backend!r}: the blocks of '
                              "what Inductor compiles are not known one by one; use "
                              'backend="eager", or budget_of="allocated"')
-        _check_seconds(self.time_limit)
+        check_number("time_limit", self.time_limit, "a number of seconds",
+                     "a finite number of seconds above 0", lambda value: 0 < value < math.inf)
         check_count("accumulation", self.accumulation, of="micro-batches")
         if self.loss_fn is not None and not callable(self.loss_fn):
             raise TypeError("loss_fn must be a function of the model's output, "
@@ -270,19 +271,22 @@ def check_count(name: str, value: Any, least: int = 1, *, of: str = "") -> int:
     return count
 
 
+def check_number(name: str, value: Any, kind: str, within: str, is_within: Callable[[Any], bool]
+                 ) -> float:
+    """Return `value` as a float; raises `TypeError` with the words `kind` if it is no number, and
+    `ValueError` with the words `within` if it is not within its range."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise TypeError(f"{name} must be {kind}, got {value!r}")
+    if not is_within(value):
+        raise ValueError(f"{name} must be {within}, got {value}")
+    return float(value)
+
+
 def _check_together(argument: str, others: Mapping[str, bool]) -> None:
     """Raise `ValueError` if one of the others is given, with which the argument cannot be had."""
     for other, is_given in others.items():
         if is_given:
             raise ValueError(f"{argument} cannot be had with {other} yet; leave one of them out")
-
-
-def _check_seconds(time_limit: Any) -> None:
-    if isinstance(time_limit, bool) or not isinstance(time_limit, numbers.Real):
-        raise TypeError(f"time_limit must be a number of seconds, got {time_limit!r}")
-    if not float(time_limit) > 0 or not math.isfinite(time_limit):
-        raise ValueError(f"time_limit must be a finite number of seconds above 0, "
-                         f"got {time_limit}")
 
 
 def check_in_backward(backend: str, accumulation: int, parallel: DataParallel | None) -> None:

@@ -17,7 +17,6 @@ a search found none.
 from __future__ import annotations
 
 import math
-import numbers
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Unpack
@@ -25,7 +24,13 @@ from typing import Any, Unpack
 from torch import nn
 
 from planner.arguments.budget import absolute_budget
-from planner.arguments.planning import PlanArguments, Planning, check_count, takes_planning
+from planner.arguments.planning import (
+    PlanArguments,
+    Planning,
+    check_count,
+    check_number,
+    takes_planning,
+)
 from planner.errors import CaptureError, InfeasibleBudget
 from planner.plans.plan import Plan
 from planner.progress import Progress, watched
@@ -175,14 +180,9 @@ def max_sequence_length(model: nn.Module, inputs: object = None, *,
 
 def check_overhead(overhead: float | None) -> float | None:
     """A checked limit on the extra time; raises `TypeError` or `ValueError`."""
-    if overhead is None:
-        return None
-    if isinstance(overhead, bool) or not isinstance(overhead, numbers.Real):
-        raise TypeError("overhead must be a fraction of the step's time, such as 0.35, "
-                        f"got {overhead!r}")
-    if not overhead >= 0 or not math.isfinite(overhead):
-        raise ValueError(f"overhead must be a finite fraction of at least 0, got {overhead}")
-    return float(overhead)
+    return None if overhead is None else check_number(
+        "overhead", overhead, "a fraction of the step's time, such as 0.35",
+        "a finite fraction of at least 0", lambda fraction: 0 <= fraction < math.inf)
 
 
 def _largest_size(what: str, function: Callable[..., LargestSize], model: nn.Module,

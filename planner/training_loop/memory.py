@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-import numbers
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -19,7 +17,7 @@ from planner._graph_capture.plain_step.loop import PlainLoop
 from planner.api import capture_for
 from planner.arguments.inputs import split_inputs
 from planner.arguments.parallel import DataParallel, check_parallel
-from planner.arguments.planning import Planning, check_in_backward
+from planner.arguments.planning import Planning, check_in_backward, check_number
 from planner.plans.plan import Plan
 from planner.progress import Progress, watched
 from planner.step.loop_trace import LoopTrace, MicroBatches, TrainingLoop, compose
@@ -83,7 +81,9 @@ def memory(model: nn.Module, inputs: object = None, *, optimizer: object = None,
     dtype = Planning(loss_fn=loss_fn, gpu=gpu, accumulation=accumulation,
                      autocast=autocast).autocast_dtype
     loop = _loop(accumulation, set_to_none, zero_grad, hold_output)
-    _check_clip(grad_clip)
+    if grad_clip is not None:
+        check_number("grad_clip", grad_clip, "a number (the largest norm)", "above 0",
+                     lambda norm: norm > 0)
     if optimizer_in_backward:
         check_in_backward("eager", accumulation, parallel)
         if optimizer is None:
@@ -182,13 +182,3 @@ def _loop(accumulation: int, set_to_none: bool, zero_grad: Any, hold_output: Any
     return TrainingLoop(accumulation=accumulation, set_to_none=bool(set_to_none),
                         zero_grad=zero_grad,
                         hold_output={True: "step", False: "backward"}.get(hold_output, hold_output))
-
-
-def _check_clip(grad_clip: object) -> None:
-    if grad_clip is None:
-        return
-    if isinstance(grad_clip, bool) or not isinstance(grad_clip, numbers.Real):
-        raise TypeError(f"grad_clip must be a number (the largest norm), got {grad_clip!r}")
-    if not float(grad_clip) > 0 or math.isnan(grad_clip):
-        raise ValueError(f"grad_clip must be above 0, got {grad_clip}")
-
