@@ -56,23 +56,21 @@ class _Planned:
         backward_begins = 1 + max(
             (first_of[i] for i, op in enumerate(graph.ops)
              if op.phase is not Phase.BACKWARD and op.name != LOSS_BACKWARD), default=-1)
-        moments = {}
+        before = []  # number of events before each action, and at the end
         for position, index in enumerate(schedule):
-            for moment in (loss_begins, backward_begins):
-                if position == moment:
-                    moments[moment] = len(self.events)
+            before.append(len(self.events))
             if isinstance(index, int):
                 self._run_op(position, index, first_of[index] == position, last_of[index])
             else:
                 self._move(position, graph.ops[graph.buffers[index.storage].producer])
-        end = len(self.events)
+        before.append(len(self.events))
         kinds = {block: buffer.kind for block, buffer in self.kept.items()}
         gradients = {block: buffer.label for block, buffer in self.kept.items()
                      if buffer.kind is Category.GRADIENTS and buffer.label in self.parameters}
         return MicroBatch(
             trace=MemoryTrace(tuple(self.blocks), tuple(self.events), tuple(self.runs)),
-            loss_begins=moments.get(loss_begins, end),
-            backward_begins=moments.get(backward_begins, end), gradients=gradients,
+            loss_begins=before[loss_begins], backward_begins=before[backward_begins],
+            gradients=gradients,
             output_blocks=frozenset(b for b, kind in kinds.items()
                                     if kind is Category.ACTIVATIONS),
             loss_blocks=frozenset(b for b, kind in kinds.items()
