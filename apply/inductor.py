@@ -60,8 +60,6 @@ class InductorBackend(PlanBackend):
         self._find_runs: FindRuns | None = None
         self.left_out: tuple[LeftOut, ...] = ()
         """Layers left out of the graph compiled last."""
-        self.compiled_ops = 0
-        """Ops of the shortened graphs compiled last."""
 
     def leave_out_layers(self, find_runs: FindRuns) -> None:
         """From now on, compile graphs without most of the repeated layers.  Their code is only for
@@ -123,7 +121,7 @@ class InductorBackend(PlanBackend):
                                              (short.forward.graph, short.backward.graph)))
         if rest > _WORTH_SHORTENING * whole:
             return graphs
-        self.left_out, self.compiled_ops = short.left_out, rest
+        self.left_out = short.left_out
         return RewrittenRegion(short.forward, short.backward)
 
     def _check_memory(self, found: Match, inputs: list[Any], compiled: Any, is_backward: bool

@@ -45,8 +45,6 @@ class CompiledBreakdown:
     kernels: GeneratedKernels
     whole_seconds: float = 0.0
     """Approximate time to generate the code of a whole step with a single region."""
-    compiled_ops: int = 0
-    """Number of graph ops compiled for the last estimate."""
     _known: dict[RewriteSpec, CompiledStep] = field(default_factory=dict)
     _estimated: dict[RewriteSpec, CompiledStep] = field(default_factory=dict)
     _seconds: dict[RewriteSpec, float] = field(default_factory=dict)
@@ -73,7 +71,6 @@ class CompiledBreakdown:
             short.backend.leave_out_layers(find_runs)
             short.backend.keep_code()
             step = self._tracer.trace(lambda _: short.code, lambda: short.backend.left_out)
-            self.compiled_ops = short.backend.compiled_ops
             self._estimated[spec] = step
             if not short.backend.left_out:  # it was the whole step
                 self._known[spec] = step
