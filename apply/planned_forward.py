@@ -317,4 +317,3 @@ _OTHER_HOOKS = ("Hooks of its submodules have come or gone since the step before
 # Models of transformers may install hooks then, which breaks the captured graph once.
 _FIRST_CALL_HINT = ("; or, if the model sets something up in its first call, call it once before "
                     "the plan is applied")
-

@@ -207,4 +207,3 @@ def check_calls(sizes: SymbolicSizes) -> None:
         name, _, _ = call(each.call, sizes.largest, made)
         argument(each.result, sizes.largest, made)
         _op(name)
-
