@@ -62,16 +62,6 @@ class DataParallel:
         """True if each rank has the whole model."""
         return self.kind in _REPLICATED
 
-    @staticmethod
-    def dtype_of(name: str | None) -> torch.dtype | None:
-        """The dtype that a setting names."""
-        if name is None:
-            return None
-        import torch
-
-        dtype: torch.dtype = getattr(torch, DTYPES[name])
-        return dtype
-
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
             raise ValueError(f"unknown kind of data parallelism {self.kind!r}; known: "
@@ -106,6 +96,16 @@ class DataParallel:
             if getattr(self, name) not in (None, *DTYPES):
                 raise ValueError(f"{name} must be one of {', '.join(DTYPES)}, got "
                                  f"{getattr(self, name)!r}")
+
+
+def dtype_named(name: str | None) -> torch.dtype | None:
+    """The dtype of a short name, or of torch's own; `None` for `None`."""
+    if name is None:
+        return None
+    import torch
+
+    dtype: torch.dtype = getattr(torch, DTYPES.get(name, name))
+    return dtype
 
 
 def check_parallel(parallel: object) -> DataParallel:

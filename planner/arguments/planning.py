@@ -19,7 +19,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, TypedDict, TypeVar, cast
 
-from planner.arguments.parallel import DataParallel, check_parallel
+from planner.arguments.parallel import DataParallel, check_parallel, dtype_named
 
 if TYPE_CHECKING:
     import torch
@@ -43,7 +43,7 @@ whether more pairs are worth trying."""
 MOST_CHUNKS = (CHUNKS_OF[0], CHUNKS_OF[-1])
 """Those that use the least memory."""
 
-_AUTOCAST = {"bf16": "bfloat16", "bfloat16": "bfloat16", "fp16": "float16", "float16": "float16"}
+_AUTOCAST = ("bf16", "bfloat16", "fp16", "float16")
 
 
 class PlanArguments(TypedDict, total=False):
@@ -225,12 +225,7 @@ class Planning:
     @property
     def autocast_dtype(self) -> torch.dtype | None:
         """The dtype that `autocast` names."""
-        if self.autocast is None:
-            return None
-        import torch
-
-        dtype: torch.dtype = getattr(torch, _AUTOCAST[_autocast_name(self.autocast)])
-        return dtype
+        return None if self.autocast is None else dtype_named(_autocast_name(self.autocast))
 
     def arguments(self) -> PlanArguments:
         """The fields as keyword arguments of `planner.plan` and related functions.

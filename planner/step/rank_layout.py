@@ -35,7 +35,7 @@ from planner._graph_capture.memory.allocator import allocated_bytes
 from planner._graph_capture.optimizer.named import instances
 from planner._graph_capture.rank import Wrapper
 from planner._graph_capture.training_graph import ResidentMemory
-from planner.arguments.parallel import DataParallel
+from planner.arguments.parallel import DataParallel, dtype_named
 
 _FIRST_BUCKET_BYTES = 2 ** 20
 _BUCKET_BYTES = 25 * 2 ** 20
@@ -147,9 +147,9 @@ def _precision(model: nn.Module, parallel: DataParallel) -> Precision:
         return Precision()
     floats = [p for p in model.parameters() if p.is_floating_point()]
     shards = next((p for p in floats if hasattr(p, "device_mesh")), floats[0]).dtype
-    computed = parallel.dtype_of(parallel.param_dtype) or shards
-    return Precision(shards, parallel.dtype_of(parallel.reduce_dtype) or computed,
-                     parallel.dtype_of(parallel.param_dtype))
+    computed = dtype_named(parallel.param_dtype) or shards
+    return Precision(shards, dtype_named(parallel.reduce_dtype) or computed,
+                     dtype_named(parallel.param_dtype))
 
 
 def layout_of(model: nn.Module, fake_copy: FakeCopy, parallel: DataParallel

@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from planner._graph_capture.errors import CaptureError
 from planner._graph_capture.torch_compat import sharded_module, wrapping_data_parallel
-from planner.arguments.parallel import DTYPES, DataParallel
+from planner.arguments.parallel import DTYPES, DataParallel, dtype_named
 from planner.arguments.planning import Planning
 
 _NAMES = {getattr(torch, dtype): name for name, dtype in DTYPES.items()}
@@ -105,7 +105,7 @@ def beneath_wrappers(model: nn.Module, parallel: DataParallel | None) -> nn.Modu
             "planned. Stages 1 and 2 can; or shard by torch's fully_shard in place of it: "
             'planner.within(model, ...) with accelerate\'s FSDP 2 or planner.DataParallel("fsdp2")')
     is_sharded = sharded_module(model) is not None
-    dtype = None if parallel is None else parallel.dtype_of(parallel.param_dtype)
+    dtype = None if parallel is None else dtype_named(parallel.param_dtype)
     if not is_sharded and dtype is None:
         return model
     from planner._graph_capture.fake_copies.before_sharding import before_sharding
