@@ -40,18 +40,17 @@ def dp(task: Task) -> Proposal:
     best_peak, best_cost = simulate(problem, best)
     if best_peak <= budget:
         return Proposal(best)
-    chain = Chain.of(problem)
+    chain = chain_of(problem)
     # Nominal budgets do not depend on the budget: a budget that is missed narrowly leads to the
     # same schedules as the smallest budget that is then reported.
     low, high = 0, 2 * best_peak
     for _ in range(ROUNDS):
         nominal = (low + high) // 2
         retained = chain.segmentation(nominal)
-        schedule = None if retained is None else schedule_from_cuts(
-            problem, (chain.pivot,), (retained,))
-        if schedule is None:
+        if retained is None:
             low = nominal
             continue
+        schedule = schedule_from_cuts(problem, (chain.region.pivot,), (retained,))
         peak, cost = simulate(problem, schedule)
         if peak <= budget:
             schedule = drop_recomputes(problem, budget, schedule)
@@ -71,7 +70,6 @@ def dp(task: Task) -> Proposal:
 class Chain:
     """Segments between candidate frontiers of the region that may be recomputed after a pivot."""
 
-    pivot: int
     frontiers: tuple[Frontier, ...]
     region: Region
     retained: np.ndarray
@@ -86,15 +84,6 @@ class Chain:
     """Between each boundary and the next: the storages that are read after the pivot."""
     fixed_bytes: int
     """Bytes at the pivot that no choice changes."""
-
-    @classmethod
-    def of(cls, problem: Problem) -> Chain:
-        """Return the chain of a problem, with the pivot at the peak of the keep-all order."""
-        timeline = unroll(problem, problem.keep_all_schedule)
-        pivot = timeline.peak_position
-        region = region_after(problem, pivot)
-        chosen = narrow_frontiers(problem, region, MOST_FRONTIERS)
-        return _measure(problem, region, chosen, np.array(timeline.memory_bytes, dtype=np.float64))
 
     def segmentation(self, nominal_bytes: int) -> frozenset[int] | None:
         """Return the storages to retain at the pivot for the cheapest segmentation within a nominal
@@ -153,9 +142,14 @@ class Chain:
         return segments
 
 
-def _measure(problem: Problem, region: Region, chosen: tuple[Frontier, ...],
-             plain_memory: np.ndarray) -> Chain:
-    """Fill the tables of a chain; O(frontiers * (ops + reads))."""
+def chain_of(problem: Problem) -> Chain:
+    """Return the chain of a problem, with the pivot at the peak of the keep-all order.
+
+    O(frontiers * (ops + reads)).
+    """
+    timeline = unroll(problem, problem.keep_all_schedule)
+    region = region_after(problem, timeline.peak_position)
+    chosen = narrow_frontiers(problem, region, MOST_FRONTIERS)
     ops, storages = problem.ops, problem.storages
     bounds = [0, *(f.position for f in chosen), region.pivot + 1]
     count = len(bounds) - 1
@@ -170,7 +164,7 @@ def _measure(problem: Problem, region: Region, chosen: tuple[Frontier, ...],
         within[piece_of[storages[storage].producer]].add(storage)
 
     # Bytes in memory in addition to the choice, at each op after the pivot.
-    others = plain_memory.copy()
+    others = np.array(timeline.memory_bytes, dtype=np.float64)
     for storage in free:
         others[region.pivot:max(reads[storage]) + 1] -= storages[storage].size_bytes
     piece_around = np.zeros(count)
@@ -196,5 +190,5 @@ def _measure(problem: Problem, region: Region, chosen: tuple[Frontier, ...],
                                   if s not in region.forced and s not in border)
             retained[start, end], again[start, end] = held, made
             cost[start, end], around[start, end] = spent, most
-    return Chain(region.pivot, chosen, region, retained, again, cost, around,
+    return Chain(chosen, region, retained, again, cost, around,
                  tuple(frozenset(group) for group in within), int(others[region.pivot]))
