@@ -21,6 +21,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -282,20 +283,14 @@ def _shallow(module: nn.Module) -> nn.Module:
 
 
 def _check_tensors(model: nn.Module, expected: Sequence[ParameterKey]) -> None:
-    found = tensor_keys(model)
-    for have, want in zip(found, expected, strict=False):
-        if have != want:
-            raise PlanMismatch(
-                "the plan was made for another model; the first difference: the plan has "
-                f"{_describe_tensor(want)}, this model has {_describe_tensor(have)}. "
-                "Make a plan for this model")
-    if len(found) != len(expected):
-        longer, side = ((found, "this model") if len(found) > len(expected)
-                        else (expected, "the plan"))
-        extra = longer[min(len(found), len(expected))]
-        raise PlanMismatch(
-            "the plan was made for another model; the first difference: only "
-            f"{side} has {_describe_tensor(extra)}. Make a plan for this model")
+    for want, have in zip_longest(expected, tensor_keys(model)):
+        if want == have:
+            continue
+        words = (f"only this model has {_describe_tensor(have)}" if want is None else
+                 f"only the plan has {_describe_tensor(want)}" if have is None else
+                 f"the plan has {_describe_tensor(want)}, this model has {_describe_tensor(have)}")
+        raise PlanMismatch(f"the plan was made for another model; the first difference: {words}. "
+                           "Make a plan for this model")
 
 
 def _describe_tensor(key: ParameterKey) -> str:
