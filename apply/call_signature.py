@@ -154,12 +154,11 @@ def differences(spec: RewriteSpec, model: nn.Module, now: CallSignature) -> list
         return words
     planned = {key.name: key for key in then.inputs}
     given = {key.name: key for key in now.inputs}
-    forced = dict(spec.overrides)
-    found = [f"this call has {_listed(extra)}, which the plan's inputs did not have"
-             for extra in [[name for name in given if name not in planned]] if extra]
-    found += [f"the plan's inputs had {_listed(missing)}, which this call has not"
-              for missing in [[name for name in planned
-                               if name not in given and name not in forced]] if missing]
+    found = []
+    if extra := [name for name in given if name not in planned]:
+        found.append(f"this call has {_listed(extra)}, which the plan's inputs did not have")
+    if missing := [name for name in planned if name not in {*given, *dict(spec.overrides)}]:
+        found.append(f"the plan's inputs had {_listed(missing)}, which this call has not")
     for name, key in given.items():
         if name in planned:
             found += _input_differences(planned[name], key)
