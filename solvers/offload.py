@@ -34,7 +34,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.solvers.actions import Action, Fetch, Order, Release, Store, as_order
+from planner.solvers.actions import Action, Fetch, Order, Release, Schedule, Store, as_order
 from planner.solvers.minimum import minimum_peak
 from planner.solvers.problem import Op, Problem
 from planner.solvers.simulator import simulate, unroll
@@ -47,8 +47,6 @@ _STEPS = 8
 """Recomputations are given up in this many parts before single ones are tried."""
 _MARGINS = (0.0, 0.05, 0.1, 0.2)
 """Fractions of the budget that are stored in addition to the necessary bytes."""
-
-_Found = tuple[Action | int, ...]
 
 
 def relaxed(problem: Problem) -> Problem:
@@ -95,23 +93,18 @@ def jointly(propose: Algorithm) -> Algorithm:
     return propose_jointly
 
 
-def search(problem: Problem, budget_bytes: int, orders: Iterable[Order]) -> _Found:
+def search(problem: Problem, budget_bytes: int, orders: Iterable[Order]) -> Schedule:
     """Return the cheapest schedule found within the budget, else the one that comes nearest, among
     `orders` with some recomputations removed and storages on the host instead."""
-    best: tuple[tuple[int, float], _Found] | None = None
-    for order in dict.fromkeys(orders):
-        found = _search_from(problem, budget_bytes, order)
-        if best is None or found[0] < best[0]:
-            best = found
-    assert best is not None, "there is at least one order"
-    return best[1]
+    found = (_search_from(problem, budget_bytes, order) for order in dict.fromkeys(orders))
+    return min(found, key=lambda each: each[0])[1]
 
 
 def _search_from(problem: Problem, budget_bytes: int, order: Order
-                 ) -> tuple[tuple[int, float], _Found]:
+                 ) -> tuple[tuple[int, float], Schedule]:
     moves = min(_MOVES, _MOVED_RUNS // len(order) + _STEPS)
 
-    def evaluated(dropped: Set[int], margin: float = 0.0) -> tuple[tuple[int, float], _Found]:
+    def evaluated(dropped: Set[int], margin: float = 0.0) -> tuple[tuple[int, float], Schedule]:
         found = with_transfers(problem, _without(problem, order, dropped), budget_bytes,
                                int(margin * budget_bytes))
         return rank(problem, budget_bytes, found), found
@@ -223,7 +216,7 @@ def longest_gaps(problem: Problem, order: Order, where: Sequence[int]) -> list[G
 
 
 def with_transfers(problem: Problem, order: Order, budget_bytes: int, margin_bytes: int = 0
-                   ) -> tuple[Action | int, ...]:
+                   ) -> Schedule:
     """Return `order` with transfers that bring its peak down to `budget_bytes`, or as near as they
     can.
 
@@ -288,7 +281,7 @@ class _Walk:
         self.blocked_until = -1
         self.actions: list[Action | int] = []
 
-    def run(self) -> tuple[Action | int, ...]:
+    def run(self) -> Schedule:
         for position, index in enumerate(self.order):
             for gap in self.leaving.get(position, ()):
                 self.outward_free = max(self.now, self.outward_free) + self.link.cost(
