@@ -127,11 +127,9 @@ def narrow_frontiers(problem: Problem, region: Region, limit: int) -> tuple[Fron
     if len(local) <= limit:
         return tuple(local)
     total = sum(problem.ops[i].cost for i in region.ops) or 1.0
-    done, stretch_of, costs = 0.0, {}, iter(region.ops)
-    wanted = {f.position for f in local}
-    for index in costs:
-        if index in wanted:
-            stretch_of[index] = min(limit - 1, int(limit * done / total))
+    done, stretch_of = 0.0, {}
+    for index in region.ops:
+        stretch_of[index] = min(limit - 1, int(limit * done / total))
         done += problem.ops[index].cost
     best: dict[int, Frontier] = {}
     for frontier in local:
