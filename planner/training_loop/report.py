@@ -97,21 +97,24 @@ class MemoryHolder:
 
 def breakdown_of(loop: LoopTrace) -> LoopBreakdown:
     """The peaks of every phase, by category."""
-    phases = _phases(loop)
+    trace, levels = loop.trace, loop.trace.levels()
     fullest: dict[tuple[int, StepPhase], PhaseMemory] = {}
-    for span, phase in zip(loop.spans, phases, strict=True):
+    for span in loop.spans:
+        event = max(range(span.start, span.stop + 1), key=levels.__getitem__)
         known = fullest.get((span.iteration, span.phase))
-        if known is None or phase.peak_bytes > known.peak_bytes:
-            fullest[span.iteration, span.phase] = phase
+        if known is None or levels[event] > known.peak_bytes:
+            held = trace.by_category(trace.alive_after(event))
+            fullest[span.iteration, span.phase] = PhaseMemory(
+                span.phase, levels[event], _memory(held), event)
 
     def iteration(number: int) -> IterationMemory:
         return IterationMemory(tuple(phase for (when, _), phase in fullest.items()
                                      if when == number))
 
-    left = loop.trace.alive_after(loop.spans[-1].stop)
+    left = trace.alive_after(loop.spans[-1].stop)
     return LoopBreakdown(
         loading=fullest[0, StepPhase.LOADING], first=iteration(1), steady=iteration(2),
-        resident=_memory(loop.trace.by_category(left)))
+        resident=_memory(trace.by_category(left)))
 
 
 def holders_at(trace: MemoryTrace, event: int) -> tuple[MemoryHolder, ...]:
@@ -131,15 +134,6 @@ def holders_at(trace: MemoryTrace, event: int) -> tuple[MemoryHolder, ...]:
 def _place(block: Block) -> str:
     """The module of a block: the one that allocated it, or the owner of a named tensor."""
     return block.module or block.label.rpartition(".")[0]
-
-
-def _phases(loop: LoopTrace) -> list[PhaseMemory]:
-    trace, levels, found = loop.trace, loop.trace.levels(), []
-    for span in loop.spans:
-        event = max(range(span.start, span.stop + 1), key=levels.__getitem__)
-        held = trace.by_category(trace.alive_after(event))
-        found.append(PhaseMemory(span.phase, levels[event], _memory(held), event))
-    return found
 
 
 def _memory(held: Mapping[Category, int]) -> MemoryByCategory:
