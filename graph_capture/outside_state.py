@@ -23,6 +23,7 @@ import types
 import weakref
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, Self
 
 import numpy
@@ -50,13 +51,18 @@ class OutsideState:
         parameters and buffers."""
         found = _Search() if model is None else _Search.of(model, with_attributes)
         self._places, self._containers = found.places, found.containers
-        self._values = [_weakly(value) for value in self._read()]
+        self._values = [_weakly(value) for value in self.values()]
+
+    def again(self) -> AbstractContextManager[None]:
+        """Inside, the state is as it was at that moment; behind it, it is what it is now."""
+        return self.as_in(map(_strongly, self._values))
 
     @contextlib.contextmanager
-    def again(self) -> Iterator[None]:
-        """Inside, the state is as it was at that moment; behind it, it is what it is now."""
-        now = self._read()
-        self.put_back()
+    def as_in(self, values: Iterable[Any]) -> Iterator[None]:
+        """Inside, the state is as when these `values` were read; behind it, it is what it is now.
+        """
+        now = self.values()
+        self._put(values)
         try:
             yield
         finally:
@@ -72,7 +78,8 @@ class OutsideState:
                 for each in (container.values() if isinstance(container, dict) else container)
                 if isinstance(each, torch.Tensor)]
 
-    def _read(self) -> list[Any]:
+    def values(self) -> list[Any]:
+        """What its containers, objects, tensors and generators have now."""
         with no_active_modes():
             return [place.read() for place in self._places]
 

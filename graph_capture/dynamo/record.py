@@ -447,7 +447,8 @@ def record_training_step(
                 goal = objective(output, loss_fn, fake_copy)
             del output
             before_backward()
-            goal.backward()
+            with fake_copy.behind_call():
+                goal.backward()
             return goal, wrapper.finish()
 
         recording = record_step(fake_copy, run, workspace, blocks, wrapper, compiled=compiled,

@@ -99,6 +99,8 @@ class FakeCopy:
     """What the model's code reaches outside of it, where the call begins."""
     left: list[torch.Tensor] = field(default_factory=list)
     """Tensors that the last call has left outside of the model."""
+    state_left: list[Any] = field(default_factory=list)
+    """The state of `outside` where the last call has ended."""
     skipped: SkippedBlocks = ()
     """Blocks that the call skips, which are to run all the same."""
     kernels: DeviceKernels | None = None
@@ -144,7 +146,12 @@ class FakeCopy:
             before = {id(tensor) for tensor in self.outside.tensors()}
             output = (model or self.callee)(*args, **kwargs)
             self.left[:] = [tensor for tensor in self.outside.tensors() if id(tensor) not in before]
+            self.state_left[:] = self.outside.values()
         return output
+
+    def behind_call(self) -> AbstractContextManager[None]:
+        """Inside, what hooks find outside of the model is what the last call has left there."""
+        return self.outside.as_in(self.state_left)
 
     def left_by_call(self) -> list[torch.Tensor]:
         """Tensors in attributes of the model, and those that the last call has left outside."""

@@ -122,7 +122,8 @@ def _trace(fake_copy: FakeCopy, loss_fn: LossFn | None, workspace: Workspace,
             if not holds_output:
                 output = None
             backward_begins = tracker.start_of_backward()
-            with fake_copy.mode, _no_autocast(fake_copy.trace_device), tracker:
+            with (fake_copy.behind_call(), fake_copy.mode, _no_autocast(fake_copy.trace_device),
+                  tracker):
                 goal.backward()
                 left = wrapper.finish()
         seeds = {tracker.number_of(seed) for seed in goal.seeds if seed is not None}

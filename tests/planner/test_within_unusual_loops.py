@@ -576,3 +576,32 @@ def test_lazy_parameters_are_made_in_a_first_call_that_runs_as_written():
                 each(x).square().mean().backward()
         assert_same_gradients(model, plain)
     assert planner.status(model).planned_steps
+
+
+def test_a_backward_hook_finds_what_a_forward_hook_has_kept():
+    torch.manual_seed(0)
+    plain = nn.Sequential(*(part for _ in range(3) for part in (nn.Linear(32, 32), nn.GELU())))
+    model = copy.deepcopy(plain)
+    kept: dict[nn.Module, torch.Tensor] = {}
+    norms: dict[nn.Module, torch.Tensor] = {}
+
+    def keep(module, inputs, output):
+        kept[module] = inputs[0].detach()
+
+    def measure(module, gradients, cotangents):
+        norms[module] = (kept[module].T @ cotangents[0]).norm()
+
+    for layer in (*plain, *model):
+        layer.register_forward_hook(keep)
+        layer.register_full_backward_hook(measure)
+    planner.within(model, "200%", time_limit=1)
+    for _ in range(3):
+        x = torch.randn(64, 32, requires_grad=True)
+        for each in (plain, model):
+            each.zero_grad()
+            each(x).square().mean().backward()
+        assert_same_gradients(model, plain)
+        assert [norms[layer] for layer in model] == [norms[layer] for layer in plain]
+        assert kept.keys() == norms.keys() == {*plain, *model}  # no copies of planning's
+        kept.clear()
+        norms.clear()
