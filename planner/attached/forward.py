@@ -384,19 +384,20 @@ class PlanningForward(ObservingForward):
                     self._other_calls_refused += 1
                 refusal = str(self.explained(graph.plan.spec, error, call))
             gc.collect()  # the error's frames keep results alive
-        last = next((graph for graph in self.graphs if graph.call == call), None)
-        if grew and last is not None:
+        smaller = None if not grew else next(
+            (graph for graph in self.graphs if graph.call == call), None)
+        if smaller is not None:
             self._grown[call] += 1
-            if self._grown[call] >= _MOST_SELECTIONS and last.take_larger():
+            if self._grown[call] >= _MOST_SELECTIONS and smaller.take_larger():
                 self.steps.warn(_SELECTS_MORE)
-                return self._step(call, last, present, args, kwargs)
+                return self._step(call, smaller, present, args, kwargs)
         if self.graphs and self.settings.on_new == "refuse":
             raise self._refusal(call, refusal)
         if refusal and any(graph.planner is None for graph in self.graphs):
             log.warning("%s: the plan that was given does not fit this step, which is planned "
                         "anew: %s", self._name, refusal)
         call = self._plain_values.given or call
-        graph = self._new_graph(call, present, args, kwargs, grew=grew)
+        graph = self._new_graph(call, present, args, kwargs, smaller=smaller)
         if named and symbolic is None:  # the first step has shown what the symbolic one is to be
             symbolic = self._symbolic.graph_for(call, [graph], at_once=True)
             if symbolic is not None and (found := self._symbolic_step(
@@ -525,15 +526,14 @@ class PlanningForward(ObservingForward):
             f'{reason}. Begin with the largest step, or use on_new="replan"')
 
     def _new_graph(self, call: Call, present: Present, args: tuple[Any, ...],
-                   kwargs: dict[str, Any], *, grew: bool = False) -> PlannedGraph:
-        """Capture and plan a step that no plan serves.  `grew`: an earlier one of such a call does,
-        but for tensors that are larger now."""
+                   kwargs: dict[str, Any], *, smaller: PlannedGraph | None = None
+                   ) -> PlannedGraph:
+        """Capture and plan a step that no plan serves.  `smaller`: an earlier graph of such a call,
+        which would serve it but for tensors that are larger now."""
         settings, module = self.settings, self.__self__
         planners = [(graph.call, graph.planner) for graph in self.graphs
                     if graph.planner is not None]
-        same = None if not grew else next(
-            (graph for graph in self.graphs if graph.call == call and graph.planner is not None
-             and not graph.is_provisional), None)
+        same = None if smaller is None or smaller.is_provisional else smaller
         # Of this call, perhaps with other sizes.
         paths = [each for other, each in planners if each.has_control_flow
                  and other is not None and other.without_sizes == call.without_sizes]
