@@ -450,11 +450,10 @@ class GraphPlanner:
 
     @property
     def sizes_vary(self) -> bool:
-        """True if values of tensors or dice decide what a call runs: one graph of each of its parts
-        is to serve all sizes."""
-        planning = self._planning
-        return ((self.has_control_flow or self.may_skip) and planning.backend == "eager"
-                and not planning.chunks)
+        """True if code of this graph, or of each of its regions, is to serve all smaller sizes: no
+        other graph will."""
+        return (not self.can_be_symbolic and self._planning.backend == "eager"
+                and not self._planning.chunks)
 
     @property
     def own_tensors(self) -> list[torch.Tensor]:

@@ -575,3 +575,29 @@ def test_a_smaller_last_batch_after_lengths_have_varied_is_not_compiled():
         optimizer.zero_grad()
         compiled.append(sum(graph.code.compilations for graph in forward_override(net).graphs))
     assert len(set(compiled[1:])) == 1
+
+
+class Broken(Attending):
+    """Its graph breaks between the layers."""
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        first, second = self.layers
+        hidden = first(self.embed(ids))
+        torch._dynamo.graph_break()
+        logits = self.head(second(hidden)).flatten(0, 1)
+        return nn.functional.cross_entropy(logits, ids.flatten())
+
+
+@pytest.mark.slow
+def test_regions_of_smaller_sizes_are_compiled_once():
+    torch.manual_seed(0)
+    plain = Broken()
+    model = planner.within(copy.deepcopy(plain), "70%", time_limit=1)
+    for length in (64, 32, 48, 17, 63, 64):
+        with torch._dynamo.config.patch(error_on_recompile=length in (48, 17, 63)):
+            for each in (plain, model):
+                each.zero_grad()
+                each(tokens(4, length)).backward()
+        assert_same_gradients(model, plain)
+    status = planner.status(model)
+    assert (status.planned_steps, status.plans) == (6, 2)
