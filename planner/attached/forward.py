@@ -245,7 +245,7 @@ class PlanningForward(ObservingForward):
                 self.steps.count(_HAD_NO_GRADIENT)
             return output
         call = self._plain_values.begin(self.call_of(args, kwargs), may_try=(
-            self.running is not None and self.running.is_one_graph))
+            self.running is not None and not self.running.has_control_flow))
         known = self._served.get(call)
         if known is None:
             self._watch_next_steps()
@@ -370,7 +370,8 @@ class PlanningForward(ObservingForward):
             # A mismatch may show only after a part has run; then the next graph starts from the
             # beginning.
             is_trial = (graph.has_control_flow and not graph.takes_larger) or (
-                graph is not known and bool(graph.plan.spec.blocks))
+                graph is not known and bool(graph.plan.spec.blocks)) or (
+                self._plain_values.are_on_trial and not graph.is_one_graph)
             try:
                 output = self._run(graph, args, kwargs, is_trial=is_trial)
                 if is_other:

@@ -14,22 +14,26 @@ from tests.support.training import assert_same_gradients
 
 
 class Weighted(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, *, breaks: bool = False) -> None:
+        """`breaks`: its graph breaks behind the blocks."""
         super().__init__()
         torch.manual_seed(0)
+        self.breaks = breaks
         self.blocks = nn.ModuleList(
             nn.Sequential(nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 32)) for _ in range(3))
 
     def forward(self, x, weight=1.0, files=(), step=0):
         for block in self.blocks:
             x = x + block(x)
-        return x * weight
+        if self.breaks:
+            torch._dynamo.graph_break()
+        return (x * weight).exp()
 
 
-def _train(calls):
+def _train(calls, *, breaks=False):
     """Train a plain and a planned model by calls with these keyword arguments; returns the status.
     """
-    plain = Weighted()
+    plain = Weighted(breaks=breaks)
     net = planner.within(copy.deepcopy(plain), "80%", time_limit=1)
     for number, call in enumerate(calls):
         x = torch.randn(384 if number % 3 == 2 else 256, 32)
@@ -40,13 +44,14 @@ def _train(calls):
     return planner.status(net)
 
 
+@pytest.mark.parametrize("breaks", [False, True])
 @pytest.mark.parametrize("varied", [
     lambda number: {"files": [f"{number}.png", f"{number + 1}.png"]},
     lambda number: {"step": number}])
-def test_what_no_code_reads_makes_no_plan(varied, caplog):
-    expected = _train([{}] * 8).plans
+def test_what_no_code_reads_makes_no_plan(varied, breaks, caplog):
+    expected = _train([{}] * 8, breaks=breaks).plans
     with caplog.at_level(logging.WARNING, "planner"):
-        assert _train(map(varied, range(8))).plans <= expected + 1
+        assert _train(map(varied, range(8)), breaks=breaks).plans <= expected + 1
     assert "the argument" not in caplog.text
 
 
@@ -57,8 +62,9 @@ def test_a_number_that_is_read_is_told_once(caplog):
     assert caplog.text.count("the argument weight has other values from call to call") == 1
 
 
-def test_two_values_that_take_turns_have_a_graph_each():
-    status = _train({"weight": (0.5, 2.0)[number % 2]} for number in range(8))
+@pytest.mark.parametrize("breaks", [False, True])
+def test_two_values_that_take_turns_have_a_graph_each(breaks):
+    status = _train(({"weight": (0.5, 2.0)[number % 2]} for number in range(8)), breaks=breaks)
     assert status.last_reason is None
 
 
