@@ -35,8 +35,9 @@ class Plan(Predicted):
     """The limited memory: `allocated` (`peak_bytes`) or `reserved` (`reserved_bytes`)."""
     overhead_bound: Change
     """Proven lower bound on `overhead` for any schedule within the budget that keeps the graph's
-    order of first runs and recomputes forward ops, under the same cost model.  For Inductor nothing
-    is proven: 0, or `overhead` if that is less."""
+    order of first runs and recomputes forward ops, under the same cost model.  For Inductor it
+    assumes that no choice of saved results has a smaller codegen overhead than those tried, and is
+    `overhead` if that is less; 0 with `cost_model="measured"`."""
     status: Status
     """`optimal` if `overhead` is proven minimal."""
     solver: str
