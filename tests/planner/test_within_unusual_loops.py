@@ -578,18 +578,18 @@ def test_lazy_parameters_are_made_in_a_first_call_that_runs_as_written():
     assert planner.status(model).planned_steps
 
 
-def test_a_backward_hook_finds_what_a_forward_hook_has_kept():
+def test_a_backward_hook_logs_what_it_makes_of_what_a_forward_hook_has_kept():
     torch.manual_seed(0)
     plain = nn.Sequential(*(part for _ in range(3) for part in (nn.Linear(32, 32), nn.GELU())))
     model = copy.deepcopy(plain)
     kept: dict[nn.Module, torch.Tensor] = {}
-    norms: dict[nn.Module, torch.Tensor] = {}
+    norms: dict[nn.Module, float] = {}
 
     def keep(module, inputs, output):
         kept[module] = inputs[0].detach()
 
     def measure(module, gradients, cotangents):
-        norms[module] = (kept[module].T @ cotangents[0]).norm()
+        norms[module] = (kept[module].T @ cotangents[0]).norm().item()
 
     for layer in (*plain, *model):
         layer.register_forward_hook(keep)
