@@ -46,6 +46,7 @@ from torch._dynamo.symbolic_convert import InstructionTranslatorBase
 from torch._dynamo.types import FrameAction, FrameExecStrategy
 from torch._dynamo.variables.lists import TupleVariable
 from torch._dynamo.variables.tensor import TensorVariable
+from torch._dynamo.variables.user_defined import UserDefinedObjectVariable
 from torch._functorch.partitioners import _extract_fwd_bwd_modules
 from torch._guards import TracingContext
 from torch._ops import HigherOrderOperator as HigherOrderOperator
@@ -142,7 +143,8 @@ def compile_settings(*, donated_buffers: bool = False) -> Iterator[None]:
     - The backward is traced without autocast, as the plain step runs it; torch would trace it under
       that of the forward, and cast what the model keeps in 32 bits.
     - NumPy's random numbers are NumPy's: the graph breaks where they are drawn, in place of drawing
-      from torch's.
+      from torch's.  It breaks at Python's too, which would be tensors, whose values no code may
+      decide by.
     - Code in which there was nothing to capture when it first ran is examined again when it runs
       another way; torch would skip it for ever.
 
@@ -176,6 +178,7 @@ def compile_settings(*, donated_buffers: bool = False) -> Iterator[None]:
         ),
         mock.patch.object(InstructionTranslatorBase, "maybe_has_backedge", _ends_at_break),
         mock.patch.object(TensorVariable, "method___setitem__", _assign),
+        mock.patch.object(UserDefinedObjectVariable, "_supported_random_functions", frozenset),
         lstm_shapes_at_once(),
         mock.patch.object(OutputGraph, "create_proxy", _create_proxy),
         # Dynamo can break inside of an iteration over a tuple, but not over the values of a dict,

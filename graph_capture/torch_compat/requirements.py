@@ -46,6 +46,8 @@ REQUIRED: dict[str, tuple[str, ...]] = {
         "torch._dynamo.variables.lists.TupleVariable",
         "torch._dynamo.variables.tensor.TensorVariable",
         "torch._dynamo.variables.tensor.TensorVariable.method___setitem__(self, tx, key, value)",
+        "torch._dynamo.variables.user_defined.UserDefinedObjectVariable."
+        "_supported_random_functions()",
         *_of("torch._dynamo.types", "FrameAction.DEFAULT", "FrameExecStrategy"),
         *_of("torch._functorch.config", "backward_pass_autocast", "debug_assert", "donated_buffer",
              "enable_autograd_cache", "patch"),

@@ -116,6 +116,14 @@ def test_planning_throws_no_dice(dice: str) -> None:
     assert seed_after == expected[:2]
 
 
+@pytest.mark.compat
+def test_dice_of_python_may_decide_which_blocks_run() -> None:
+    model = planner.within(Dropping("python"), "90%", time_limit=1)
+    seed(0)
+    model(torch.randn(256, 32)).square().mean().backward()
+    assert planner.status(model).planned_steps == 1
+
+
 def test_a_plan_serves_what_skips_other_blocks() -> None:
     """Ahead of time no block is left out, whatever the dice."""
     seed(3)
