@@ -441,7 +441,7 @@ def record_training_step(
 
         def run(model: Callable[..., Any], before_backward: Callable[[], object]) -> object:
             with fake_copy.forward_context():
-                output = fake_copy.call(model)
+                output = fake_copy.call(model, has_backward=True)
                 if holds_output or not outputs:  # Keep that of the run that captures graphs.
                     outputs.append(output)
                 goal = objective(output, loss_fn, fake_copy)

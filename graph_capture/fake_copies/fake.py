@@ -100,7 +100,7 @@ class FakeCopy:
     left: list[torch.Tensor] = field(default_factory=list)
     """Tensors that the last call has left outside of the model."""
     state_left: list[Any] = field(default_factory=list)
-    """The state of `outside` where the last call has ended."""
+    """The state of `outside` where the last call has ended, until its backward has."""
     skipped: SkippedBlocks = ()
     """Blocks that the call skips, which are to run all the same."""
     kernels: DeviceKernels | None = None
@@ -135,9 +135,9 @@ class FakeCopy:
             return self.model
         return lambda *args, **kwargs: self.model.forward(*args, **kwargs)
 
-    def call(self, model: Callable[..., Any] | None = None) -> Any:
+    def call(self, model: Callable[..., Any] | None = None, *, has_backward: bool = False) -> Any:
         """The output of the model, or of what stands for it, in one call; each call throws the same
-        dice and finds the same outside of the model."""
+        dice and finds the same outside of the model.  `has_backward`: `behind_call` follows."""
         if self.answers is not None and hasattr(self.mode, "answer_with"):
             self.mode.answer_with(self.answers)
         args, kwargs = self.arguments()
@@ -146,12 +146,18 @@ class FakeCopy:
             before = {id(tensor) for tensor in self.outside.tensors()}
             output = (model or self.callee)(*args, **kwargs)
             self.left[:] = [tensor for tensor in self.outside.tensors() if id(tensor) not in before]
-            self.state_left[:] = self.outside.values()
+            if has_backward:
+                self.state_left[:] = self.outside.values()
         return output
 
-    def behind_call(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def behind_call(self) -> Iterator[None]:
         """Inside, what hooks find outside of the model is what the last call has left there."""
-        return self.outside.as_in(self.state_left)
+        try:
+            with self.outside.as_in(self.state_left):
+                yield
+        finally:
+            self.state_left.clear()  # among it may be tensors of the user's
 
     def left_by_call(self) -> list[torch.Tensor]:
         """Tensors in attributes of the model, and those that the last call has left outside."""

@@ -109,7 +109,7 @@ def _trace(fake_copy: FakeCopy, loss_fn: LossFn | None, workspace: Workspace,
               wrapper.attached(fake_copy.model, tracker.make_buffer)):
             with fake_copy.forward_context():
                 with fake_copy.mode, tracker:
-                    output = fake_copy.call()
+                    output = fake_copy.call(has_backward=True)
                 if look is not None:
                     look(fake_copy, output, loss_fn)
                 loss_begins = tracker.event_count

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import gc
 import hashlib
 import math
 import threading
+import weakref
 from dataclasses import dataclass
 
 import pytest
@@ -225,3 +227,18 @@ def test_the_state_of_an_optimizer_that_a_module_keeps_is_no_buffer():
     model(torch.randn(2, 8)).sum().backward()
     model.optimizer.step()
     assert make_fake_copy(model).resident.buffers_bytes == 0
+
+
+def test_what_hooks_keep_outside_is_there_in_the_backward_and_held_by_nobody_else():
+    kept = [torch.randn(3)]
+    model = nn.Linear(2, 2)
+    model.register_forward_hook(lambda module, inputs, output: kept.append(output))
+    fake_copy = make_fake_copy(model, (torch.randn(4, 2),))
+    with fake_copy.mode:
+        fake_copy.call(has_backward=True)
+        assert len(kept) == 1
+        with fake_copy.behind_call():
+            assert len(kept) == 2
+    gone = weakref.ref(kept.pop())
+    gc.collect()
+    assert gone() is None
