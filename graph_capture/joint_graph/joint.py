@@ -246,7 +246,7 @@ def _hasten_gradients(graph: fx.Graph, num_forward_outputs: int) -> None:
     latest = 0.0  # the highest rank so far
     for position, node in enumerate(nodes):
         rank[node] = position
-        if _is_size(node):
+        if is_size(node):
             rank[node] = max((rank[size] for size in node.all_input_nodes), default=position)
         elif node.op == "call_function" and node in in_backward:
             start = min(start, position)
@@ -277,10 +277,11 @@ def _makes_anew(node: fx.Node, hastened: set[fx.Node]) -> bool:
 
 def _tensor_inputs(node: fx.Node) -> list[fx.Node]:
     """The nodes that a node reads, without sizes, which a graph with fixed ones has not."""
-    return [source for source in node.all_input_nodes if not _is_size(source)]
+    return [source for source in node.all_input_nodes if not is_size(source)]
 
 
-def _is_size(node: fx.Node) -> bool:
+def is_size(node: fx.Node) -> bool:
+    """True if a node is a symbolic number."""
     return isinstance(node.meta.get("val"), torch.SymInt)
 
 

@@ -23,7 +23,12 @@ from torch import fx
 
 from planner._graph_capture.joint_graph.chunks.chunked import Chunked, run_in_chunks
 from planner._graph_capture.joint_graph.fresh_results import make_results_fresh
-from planner._graph_capture.joint_graph.joint import JointGraph, clean_joint_graph, is_cotangent
+from planner._graph_capture.joint_graph.joint import (
+    JointGraph,
+    clean_joint_graph,
+    is_cotangent,
+    is_size,
+)
 from planner._graph_capture.joint_graph.low_peak_backward import late_parts, lower_backward_peak
 from planner._graph_capture.joint_graph.lower import LoweredRegion, last_forward_node, lower
 from planner._graph_capture.joint_graph.recomputed_dropout import recompute_dropout
@@ -105,7 +110,7 @@ def _stable_names(known: Sequence[str | None], joint: JointGraph) -> list[str]:
     sizes, which a graph with fixed ones has not, do not count."""
     found, others = [], 0
     for name, primal in zip(known, joint.primals, strict=True):
-        if name is None and isinstance(primal.meta.get("val"), torch.SymInt):
+        if name is None and is_size(primal):
             name = "size"
         elif name is None:
             name = f"input:{others}"

@@ -233,7 +233,8 @@ class GraphPlanner:
         with watched(None) as report:
             capture = partial(capture_call, model, args, kwargs, planning, report,
                               unknown_loss=unknown, probe_headroom=headroom, early=early,
-                              code=kept, keeps_code=self._symbolic is None)
+                              code=kept, keeps_code=self._symbolic is None,
+                              paths_vary=self._paths_vary)
             if not self.has_control_flow or self.chose_blocks:
                 try:
                     self._step = capture(symbolic=self._symbolic)
@@ -252,12 +253,11 @@ class GraphPlanner:
                 if larger is not None:
                     # Sizes that go together may not grow alike.
                     with suppress(CaptureError):
-                        self._step = capture(answers=answers, larger_answers=larger,
-                                             paths_vary=self._paths_vary)
+                        self._step = capture(answers=answers, larger_answers=larger)
                         self.selects_more = True
                 if not self.selects_more:
                     try:
-                        self._step = capture(answers=answers, paths_vary=self._paths_vary)
+                        self._step = capture(answers=answers)
                     except DataDependentValue as error:
                         raise CaptureError(f"{error.what or error}, {_NOT_FOLLOWED}") from error
         self.capture_seconds = time.thread_time() - begun

@@ -29,15 +29,20 @@ def symbolic_of(model: nn.Module) -> SymbolicGraph:
     return next(graph for graph in found.graphs if isinstance(graph, SymbolicGraph))
 
 
+def step_of_both(plain: nn.Module, model: nn.Module, length: int) -> None:
+    """A step of each, on tokens of this length."""
+    for each in (plain, model):
+        each.zero_grad()
+        each(tokens(4, length)).backward()
+
+
 @pytest.mark.slow
 def test_other_lengths_take_one_more_trace_and_the_gradients_of_the_plain_model():
     torch.manual_seed(0)
     plain = Attending()
     model = planner.within(copy.deepcopy(plain), "70%", time_limit=1)
     for length in (64, 32, 48, 17, 63, 64):
-        for each in (plain, model):
-            each.zero_grad()
-            each(tokens(4, length)).backward()
+        step_of_both(plain, model, length)
         for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
             torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-5, atol=1e-6)
     assert symbolic_of(model).code.compilations == 1
@@ -53,9 +58,7 @@ def test_a_trace_that_takes_too_long_is_given_up_for_good(monkeypatch, caplog):
     plain = Attending()
     model = planner.within(copy.deepcopy(plain), "70%", time_limit=1)
     for length in (32, 64, 48, 64):
-        for each in (plain, model):
-            each.zero_grad()
-            each(tokens(4, length)).backward()
+        step_of_both(plain, model, length)
         for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
             torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-5, atol=1e-6)
     assert caplog.text.count("cannot be captured with symbolic sizes") == 1
@@ -595,9 +598,7 @@ def test_regions_of_smaller_sizes_are_compiled_once():
     model = planner.within(copy.deepcopy(plain), "70%", time_limit=1)
     for length in (64, 32, 48, 17, 63, 64):
         with torch._dynamo.config.patch(error_on_recompile=length in (48, 17, 63)):
-            for each in (plain, model):
-                each.zero_grad()
-                each(tokens(4, length)).backward()
+            step_of_both(plain, model, length)
         assert_same_gradients(model, plain)
     status = planner.status(model)
     assert (status.planned_steps, status.plans) == (6, 2)
