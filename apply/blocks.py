@@ -67,6 +67,10 @@ class PlannedBlocks:
         self._falls_back = False
         self._is_compiled = spec.backend == "inductor"
         self._runs = 0
+        self.most_runs = dict[str, int]()
+        """How often each block has run in a call, at most."""
+        self.ran_more = False
+        """True if a block has run more often in a call than planned."""
         self._did_more_outside = False
         self._may_vary = False
         self._alike: tuple[str, ...] = ()
@@ -146,6 +150,7 @@ class PlannedBlocks:
                                    for name, block, code in blocks),
               called_unseen(unseen)):
             for code in self._codes.values():
+                code.begin()
                 code.is_trial = self.is_trial and (code is rest or not self._may_vary)
             if rest is None:
                 return call_forward(module, own, *args, **kwargs)
@@ -155,14 +160,19 @@ class PlannedBlocks:
             return result
 
     def _call_of(self, name: str, block: nn.Module, code: PlannedCode | None) -> Forward:
-        own = own_forward(block)
+        own, runs = own_forward(block), 0
         as_written = partial(call_forward, block, own)
 
         def call(*args: Any, **kwargs: Any) -> Any:
             if not torch.is_grad_enabled():
                 return as_written(*args, **kwargs)
             call_key = (code, _properties_of(args, kwargs)) if self._may_vary else ()
-            if code is None or call_key in self._unlike:
+            nonlocal runs
+            runs += 1
+            self.most_runs[name] = max(self.most_runs.get(name, 0), runs)
+            is_more = self._may_vary and code is not None and code.has_run_all(name)
+            self.ran_more |= is_more
+            if code is None or is_more or call_key in self._unlike:
                 self._runs += 1
                 return _checkpointed(as_written, args, kwargs)
             try:

@@ -10,7 +10,7 @@ import copy
 import operator
 import warnings
 import weakref
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -126,7 +126,8 @@ class _Running:
 
 @dataclass(slots=True, eq=False)
 class _Traced(_Running):
-    """A traced graph whose schedule can be exchanged; blocks that run it have one each."""
+    """A traced graph whose schedule can be exchanged; blocks that run it have one each, or several,
+    where they run several times."""
 
     module: fx.GraphModule
     joint: fx.GraphModule
@@ -134,8 +135,8 @@ class _Traced(_Running):
     given: dict[str, Sequence[str | None]]
     """For each block that has run it, names of the parameters and buffers among its inputs."""
     lowered: LoweredGraphs = field(default_factory=dict)
-    schedules: dict[str, _Scheduled] = field(default_factory=dict)
-    """By block."""
+    schedules: dict[tuple[str, int], _Scheduled] = field(default_factory=dict)
+    """By block, and number of regions that ran before it there."""
     unlike: dict[str, Callable[..., Any]] = field(default_factory=dict)
     """Code that runs instead in blocks of which it is not the plan's graph."""
     running: _Scheduled | None = None
@@ -153,11 +154,9 @@ class _AnySize(_Running):
     lowered: LoweredGraphs = field(default_factory=dict)
     rewritten: dict[int, tuple[ScheduledGraphs, Sequence[int]]] = field(default_factory=dict)
     """By region: its graphs, and the outputs that are taken to be let go before the backward."""
-    given: dict[str, Sequence[str | None]] = field(default_factory=dict)
-    """For each block that has run it, names of the parameters and buffers among its inputs."""
     schedules: OrderedDict[tuple[str, int, Values], _Scheduled] = field(
         default_factory=OrderedDict)
-    """By block, number of regions that ran before it, and sizes."""
+    """By block, number of regions that ran before it there, and sizes."""
     running: _Scheduled | None = None
     unlike: Callable[..., Any] | None = None
     """Code that runs instead where it is not the plan's graph."""
@@ -223,6 +222,8 @@ class PlanBackend(OutputWatcher):
         self._leaves_no_trace = False  # the graph without gradients that was compiled last
         self.planned_runs = 0
         """Number of regions of the plan that have run in this call."""
+        self.runs = Counter[str]()
+        """The same since the model was called, by block: a block may be called several times."""
         self.is_exchangeable = False
         """True if `exchange` may be asked for; then autograd does not see the tensors saved."""
         self._traced: list[_Traced] = []
@@ -258,24 +259,30 @@ class PlanBackend(OutputWatcher):
             graph.unlike = None
         return True
 
-    def _schedules(self, traced: _Traced) -> dict[str, _Scheduled]:
-        """The schedules of a graph for the blocks that have run it."""
-        found: dict[str, _Scheduled] = {}
+    def _schedules(self, traced: _Traced) -> dict[tuple[str, int], _Scheduled]:
+        """The schedules of a graph in the blocks that have run it, in one run of each."""
+        found: dict[tuple[str, int], _Scheduled] = {}
         alike: dict[object, _Scheduled] = {}
         for block in traced.given:
-            decisions = decisions_of(self._spec, self._regions_of(block))
+            regions = self._regions_of(block)
+            decisions = decisions_of(self._spec, regions)
             if decisions not in alike:
-                alike[decisions] = self._scheduled(traced, block)
-            found[block] = alike[decisions]
+                alike[decisions] = self._scheduled(traced, block, 0, traced.given[block])
+            found[block, alike[decisions].place] = alike[decisions]
         return found
 
-    def _scheduled(self, traced: _Traced, block: str) -> _Scheduled:
-        """A graph under the schedule that it has in a block."""
+    def _scheduled(self, traced: _Traced, block: str, start: int, given: Sequence[str | None]
+                   ) -> _Scheduled:
+        """A graph under the schedule that it has in a block in which `start` regions have run, with
+        inputs of these names."""
         regions = self._regions_of(block)
-        place = next((each.place for each in traced.schedules.values()), len(self._traced))
-        match = self._matching_region(traced.joint, traced.num_outputs, traced.given[block],
-                                      regions, place, traced.lowered)
+        match = self._matching_region(traced.joint, traced.num_outputs, given, regions, start,
+                                      traced.lowered)
         return _Scheduled.of(self._spec, match, regions.index(match.index), self._note_unplanned)
+
+    def count_regions(self, block: str) -> int:
+        """Number of the plan's regions of a block."""
+        return len(self._regions_of(block))
 
     def _regions_of(self, block: str) -> tuple[int, ...]:
         return tuple(index for index in self._regions if self._spec.regions[index].block == block)
@@ -355,7 +362,7 @@ class PlanBackend(OutputWatcher):
         elided = match.region.elided
 
         def run(*args: Any) -> Any:
-            self.planned_runs += 1
+            self._count_run()
             outputs = compiled(*args)
             watch(outputs, watched, self._output_is_held)
             return outputs if not elided else without_elided(outputs, elided)
@@ -414,13 +421,17 @@ class PlanBackend(OutputWatcher):
                  ) -> Callable[..., Any]:
         """Code of a traced graph, under the schedule that was chosen for it."""
         def run(*args: Any) -> Any:
-            self.planned_runs += 1
+            self._count_run()
             outputs = compiled(*args)
             assert traced.running is not None
             watch(outputs, traced.running.watched, self._output_is_held)
             return outputs
 
         return run
+
+    def _count_run(self) -> None:
+        self.planned_runs += 1
+        self.runs[self.block] += 1
 
     @property
     def _of_fixed_sizes(self) -> Callable[..., Callable[..., Any]]:
@@ -432,8 +443,8 @@ class PlanBackend(OutputWatcher):
         """Code that is called in the place of a graph with symbolic sizes, unless it has other ops
         than one with fixed sizes."""
         def target_of(joint: fx.GraphModule, num_outputs: int) -> _AnySize:
-            traced = _AnySize(joint, num_outputs, given={self.block: given})
-            self._choose_schedule(traced, traced.sizes.now)
+            traced = _AnySize(joint, num_outputs)
+            self._choose_schedule(traced, traced.sizes.now, inputs)
             return traced
 
         take_equal_sizes_for_one(inputs)
@@ -455,10 +466,8 @@ class PlanBackend(OutputWatcher):
                                 joint=traced.joint, cotangents=traced.cotangents)
 
         def call(*args: Any) -> Any:
-            if self.block not in traced.given:
-                traced.given[self.block] = self._names(args)
             try:
-                self._choose_schedule(traced, tuple(int(args[index]) for index in symbols))
+                self._choose_schedule(traced, tuple(int(args[index]) for index in symbols), args)
             except PlanMismatch as mismatch:
                 if traced.unlike is None or self.is_trial or not self.has_begun:
                     traced.unlike = self._calling(
@@ -469,14 +478,14 @@ class PlanBackend(OutputWatcher):
 
         return call
 
-    def _choose_schedule(self, traced: _AnySize, values: Values) -> None:
+    def _choose_schedule(self, traced: _AnySize, values: Values, args: Sequence[Any]) -> None:
         """Let a graph run as the region that it matches in the running block, where the symbols
         have these values; raises `PlanMismatch`."""
-        block, start = self.block, self.planned_runs
+        block, start = self.block, self.runs[self.block]
         found = traced.schedules.get((block, start, values))
         if found is None:
             match = self._matching_region(
-                traced.joint, traced.num_outputs, traced.given[block], self._regions_of(block),
+                traced.joint, traced.num_outputs, self._names(args), self._regions_of(block),
                 start, traced.lowered, lambda lowered: region_at(lowered, traced.sizes, values))
             found = traced.scheduled(self._spec, match, values, self._note_unplanned)
             traced.schedules[block, start, values] = found
@@ -487,10 +496,13 @@ class PlanBackend(OutputWatcher):
     def _calling_traced(self, compiled: Callable[..., Any], branches: Sequence[Branch],
                         traced: _Traced) -> Callable[..., Any]:
         def choose(args: tuple[Any, ...]) -> None:
-            if self.block not in traced.schedules:
-                traced.given.setdefault(self.block, self._names(args))
-                traced.schedules = self._schedules(traced)
-            traced.running = traced.schedules[self.block]
+            if self.block not in traced.given:
+                traced.given[self.block] = self._names(args)
+                traced.schedules |= self._schedules(traced)
+            key = self.block, self.runs[self.block]
+            if key not in traced.schedules:
+                traced.schedules[key] = self._scheduled(traced, *key, self._names(args))
+            traced.running = traced.schedules[key]
 
         planned = self._calling(traced.module, self._running(compiled, traced), branches,
                                 joint=traced.joint, cotangents=traced.cotangents)

@@ -177,11 +177,28 @@ class PlannedCode(CompiledCode):
             type(module).__name__, _backend_of(model, spec, regions),
             is_compiled=spec.backend == "inductor", is_of_blocks=regions is not None,
             has_several_regions=len(spec.regions if regions is None else regions) > 1)
-        self._backend.is_exchangeable = may_exchange
+        blocks = [each.block for index, each in enumerate(spec.regions)
+                  if regions is None or index in regions]
+        # Code that runs several times in a step has a schedule for each time.
+        self._backend.is_exchangeable = may_exchange or (
+            is_exchangeable(spec) and len(set(blocks)) < len(blocks))
         self._traced = traced
         if traced is not None:
             self._backend.run_kept(traced)
             self._compiled |= traced.functions_of(module)
+
+    def __call__(self, module: nn.Module, own: Forward | None, /, *args: Any, **kwargs: Any
+                 ) -> Any:
+        self.begin()
+        return super().__call__(module, own, *args, **kwargs)
+
+    def begin(self) -> None:
+        """Tell that the model is called, whose blocks may run several times."""
+        self._backend.runs.clear()
+
+    def has_run_all(self, block: str) -> bool:
+        """True if, since the model was called, a block has run as often as planned."""
+        return bool(0 < self._backend.count_regions(block) <= self._backend.runs[block])
 
     def exchange(self, spec: RewriteSpec, regions: Sequence[int] | None = None) -> bool:
         """Run under another rewrite spec of the same graphs from the next call on, without tracing;

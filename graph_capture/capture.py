@@ -57,7 +57,7 @@ from planner._graph_capture.plain_step.observed_loss import without_watches
 from planner._graph_capture.progress import Progress
 from planner._graph_capture.rank import RankLayout, Wrapper
 from planner._graph_capture.step.assemble import Keeper, assemble
-from planner._graph_capture.step.regions import RegionUse, count_runs, region_uses
+from planner._graph_capture.step.regions import RegionUse, region_uses, shares_code
 from planner._graph_capture.step.released_output import with_output_released
 from planner._graph_capture.step.symbolic_region import (
     NamedDimensions,
@@ -253,7 +253,8 @@ def capture_step(
     accumulated: bool = False, regions: str | Sequence[str] | None = None,
     autocast: torch.dtype | None = None, holds_output: bool = True,
     answers: tuple[Any, ...] | None = None, larger_answers: tuple[Any, ...] | None = None,
-    paths_vary: bool = False, probe_headroom: ProbeHeadroom | None = None,
+    paths_vary: bool = False, most_runs: Mapping[str, int] | None = None,
+    probe_headroom: ProbeHeadroom | None = None,
     progress: Progress | None = None, chunks: Chunks = (),
     make_layout: Callable[[FakeCopy], RankLayout] | None = None,
     symbolic: SymbolicStep | None = None,
@@ -274,7 +275,8 @@ def capture_step(
     well.  `answers`: the values of tensors that the model's code asks for, in order; such a step is
     captured in regions.  `larger_answers`: the same where what it selects is larger: the graph has
     these sizes, and the plain step those of `answers`.  `paths_vary`: such calls have taken several
-    paths, which blocks may share.  `holds_output`: the caller holds the
+    paths, which blocks may share.  `most_runs`: how often each block has run in any call, where
+    dice or values decide that.  `holds_output`: the caller holds the
     model's output until the backward ends, not only until the loss is made.  `make_layout`: the
     step is that of one rank of a data-parallel run, which holds the model so.  `probe_headroom`:
     what running single ops may take where a loop has begun to train.  `chunks`: the numbers of
@@ -351,16 +353,17 @@ def capture_step(
             recording = record(fake_copy, blocks)
     may_skip = fake_copy.dice.were_thrown or decides_by_values(answers)
     repeated = blocks or (repeated_blocks(model) if regions is None else ())
-    skipped = skipped_blocks(recording.fake_copy, repeated) if may_skip and symbolic is None else ()
+    skipped = () if not may_skip or symbolic is not None else (
+        skipped_blocks(recording.fake_copy, repeated, most_runs or {}))
     # One graph of a model that skips blocks serves only the steps that skip the same.
-    is_in_vain = (not recording.calls or _sharing_code(recording) or skipped
+    is_in_vain = (not recording.calls or shares_code(recording) or skipped
                   or fake_copy.dice.were_thrown or paths_vary)
     if symbolic is None and regions is None and is_in_vain and repeated:
         # Blocks are a better way, not the only one: code may fail under it alone.
         with contextlib.suppress(CaptureError):
             by_blocks = record(fake_copy, repeated)
             by_blocks.check_any()
-            if not _sharing_code(by_blocks):
+            if not (inductor and shares_code(by_blocks)):
                 chosen_because = (
                     "values of tensors decide which code runs" if paths_vary else
                     "as a whole, code would run several times, or none be captured")
@@ -412,7 +415,7 @@ def capture_step(
         if not holds_output:
             graph = with_output_released(graph, [each.until for each in loss.outputs])
         check(graph)
-        notes = _notes(forced, recording, costs, rules, plain_rules, tracing.early,
+        notes = _notes(forced, recording, uses, costs, rules, plain_rules, tracing.early,
                        chosen_because)
         graph = replace(graph, notes=notes, kernels=kernels_of(graph.ops, rules),
                         assumptions=assumed)
@@ -478,11 +481,6 @@ def _check_layouts(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
                 "and values to ops such as index_add")
 
 
-def _sharing_code(recording: Recording) -> int:
-    """Number of regions whose code runs more than once in the step."""
-    return sum(count for count in count_runs(recording).values() if count > 1)
-
-
 def _least_plain_peak(fake_copy: FakeCopy, loss_fn: LossFn | None) -> int:
     """Peak of the plain step above the resident memory, without op workspaces; 0 if the step cannot
     be traced, which is an error later."""
@@ -519,9 +517,10 @@ def _rules_since(fake_copy: FakeCopy) -> dict[str, tuple[str, ...]]:
     return rules
 
 
-def _notes(forced: Sequence[tuple[str, object]], recording: Recording, costs: OpCosts,
-           rules: Mapping[str, Sequence[str]], plain_rules: Mapping[str, Sequence[str]],
-           early: EarlyGradients, chosen_because: str) -> tuple[str, ...]:
+def _notes(forced: Sequence[tuple[str, object]], recording: Recording,
+           uses: Sequence[RegionUse], costs: OpCosts, rules: Mapping[str, Sequence[str]],
+           plain_rules: Mapping[str, Sequence[str]], early: EarlyGradients, chosen_because: str
+           ) -> tuple[str, ...]:
     notes = []
     if early:
         notes.append("gradients are used and freed as they come, by hooks of the parameters; what "
@@ -540,7 +539,7 @@ def _notes(forced: Sequence[tuple[str, object]], recording: Recording, costs: Op
     elif len(recording.calls) > 1:
         notes.append(f"torch.compile broke the model into {len(recording.calls)} regions, "
                      "which are planned together; what runs between them is not planned")
-    repeated = _sharing_code(recording)
+    repeated = sum(use.repeated for use in uses)
     if repeated:
         notes.append(f"{repeated} regions share code that runs several times in a step, and are "
                      "kept as they are: a graph break in a loop does that; where the loop runs "

@@ -310,18 +310,19 @@ def capture_call(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
                  planning: Planning, progress: Progress | None, *,
                  answers: tuple[Any, ...] | None = None,
                  larger_answers: tuple[Any, ...] | None = None, paths_vary: bool = False,
+                 most_runs: Mapping[str, int] | None = None,
                  unknown_loss: LossFn | None = None,
                  probe_headroom: ProbeHeadroom | None = None,
                  symbolic: SymbolicStep | None = None,
                  early: EarlyGradients | None = None, keeps_code: bool = False,
                  code: TracedCode | None = None) -> CapturedStep:
     """The step whose forward is `model(*args, **kwargs)`; `answers`: values of tensors that its
-    code asks for; `larger_answers`, `paths_vary`: as for `capture_step`; `unknown_loss`: what
-    stands for a loss that was not given; `probe_headroom`: what running single ops may take,
-    where the model is being trained; `symbolic`: its graph, where that was captured before with
-    symbolic sizes; `early`: gradients that its loop uses and frees as they come; `keeps_code`:
-    what is compiled is kept for the model to run; `code`: what was kept before of the same
-    step."""
+    code asks for; `larger_answers`, `paths_vary`, `most_runs`: as for `capture_step`;
+    `unknown_loss`: what stands for a loss that was not given; `probe_headroom`: what running single
+    ops may take, where the model is being trained; `symbolic`: its graph, where that was captured
+    before with symbolic sizes; `early`: gradients that its loop uses and frees as they come;
+    `keeps_code`: what is compiled is kept for the model to run; `code`: what was kept before of the
+    same step."""
     parallel, regions = planning.parallel, planning.regions
     if parallel is not None:
         regions = regions_of_rank(model, parallel, planning.regions)
@@ -348,7 +349,7 @@ def capture_call(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
         regions=regions,
         answers=answers,
         larger_answers=larger_answers,
-        paths_vary=paths_vary,
+        paths_vary=paths_vary, most_runs=most_runs,
         autocast=planning.autocast_dtype,
         holds_output=planning.hold_output,
         make_layout=None

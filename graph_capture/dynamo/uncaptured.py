@@ -84,6 +84,7 @@ class GapTracker(MemoryTracker):
                          resident=fake_copy.fake_of.values())
         self._paused = False
         self._gap = 0
+        self._has_made = False  # in this gap
         self._made: dict[int, int] = {}  # number of a storage -> gap
         self._gone: dict[int, int] = {}
         self._peaks: list[int] = []  # by gap
@@ -137,8 +138,12 @@ class GapTracker(MemoryTracker):
         self._watch(self._outputs, call, outputs)
 
     def watch_gradients(self, call: int, gradients: Sequence[object]) -> None:
-        """Record when the gradients that the backward of a call returned are released."""
-        self._watch(self._gradients, call, gradients)
+        """Record when the gradients that the backward of a call returned are released.
+
+        Where a parameter is used twice, its gradients are released one by one as they are summed;
+        a gap ends with each, so that they do not all count beside all sums.
+        """
+        self._watch(self._gradients, call, gradients, ends_gap=True)
 
     def make_buffer(self, size_bytes: int, kind: Category) -> torch.Tensor:
         """Allocate a buffer of a wrapper; a new gap begins with it."""
@@ -196,6 +201,7 @@ class GapTracker(MemoryTracker):
     def _next_gap(self) -> None:
         self._peaks.append(self.peak_bytes)
         self._gap += 1
+        self._has_made = False
         self.restart_peak()
 
     def _link(self, links: dict[tuple[int, int], int], call: int,
@@ -207,13 +213,17 @@ class GapTracker(MemoryTracker):
 
     def _change(self, number: int, change: int) -> None:
         super()._change(number, change)
+        self._has_made |= change > 0
         (self._made if change > 0 else self._gone)[number] = self._gap
 
     def _watch(self, last_gap: dict[tuple[int, int], int | None], call: int,
-               tensors: Sequence[object]) -> None:
+               tensors: Sequence[object], *, ends_gap: bool = False) -> None:
         def gone(key: tuple[int, int], _: object) -> None:
-            if not self.is_closed:
-                last_gap[key] = self._gap
+            if self.is_closed:
+                return
+            last_gap[key] = self._gap
+            if ends_gap and self._has_made and not self._paused:
+                self._next_gap()
 
         for position, tensor in enumerate(tensors):
             if isinstance(tensor, torch.Tensor):

@@ -1,17 +1,19 @@
-"""Repeated blocks that a call has skipped: by dice (layer drop), or by values (early exit).
+"""Runs of repeated blocks that a call has skipped: by dice (layer drop, a random depth), or by
+values (early exit).
 
 The model of the world: another call may run them, and a plan is to serve it, too.  So a step whose
-code throws dice or asks for values is captured as if no block were skipped: a skipped one runs
-behind a block of its class, with that one's output as its input.  A call that runs fewer blocks
-holds no more at any time.
+code throws dice or asks for values is captured as if no block were skipped, and each ran as often
+as it ever did: a skipped one runs behind a block of its class, with that one's output as its input.
+A call that runs fewer blocks holds no more at any time.
 
 Blind spots: a skipped block whose input is not like its output, and one of a class of which no
-block has run; a block that runs more often in another call than in this one.
+block has run.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
@@ -29,12 +31,14 @@ SkippedBlocks = tuple[tuple[str, tuple[str, ...]], ...]
 """Names of blocks that ran -> of those that are to run behind them."""
 
 
-def skipped_blocks(fake_copy: FakeCopy, blocks: Sequence[str]) -> SkippedBlocks:
+def skipped_blocks(fake_copy: FakeCopy, blocks: Sequence[str],
+                   most_runs: Mapping[str, int]) -> SkippedBlocks:
     """The blocks that the fake copy's call skips, each behind the last one of its class that runs
-    before its turn, or else behind the first."""
-    model, ran = fake_copy.model, set[str]()
+    before its turn, or else behind the first; those that run less often than in `most_runs` behind
+    themselves."""
+    model, ran = fake_copy.model, Counter[str]()
     hooks = [model.get_submodule(name).register_forward_pre_hook(
-        lambda *_, name=name: ran.add(name)) for name in blocks]
+        lambda *_, name=name: ran.update([name])) for name in blocks]
     try:
         with (removed_afterwards(hooks), fake_copy.as_on_device(), fake_copy.forward_context(),
               torch.no_grad(), fake_copy.mode):
@@ -43,14 +47,18 @@ def skipped_blocks(fake_copy: FakeCopy, blocks: Sequence[str]) -> SkippedBlocks:
         return ()  # the code asks for more where it is not traced
     behind: dict[str, list[str]] = {}
     for place, name in enumerate(blocks):
+        lacking = max(most_runs.get(name, 1), 1) - ran[name]
+        if lacking <= 0:
+            continue
         if name in ran:
+            behind.setdefault(name, []).extend([name] * lacking)
             continue
         kind = type(model.get_submodule(name))
         alike = [other for other in blocks if other in ran
                  and type(model.get_submodule(other)) is kind]
         before = [other for other in alike if other in blocks[:place]]
         if alike:
-            behind.setdefault(before[-1] if before else alike[0], []).append(name)
+            behind.setdefault(before[-1] if before else alike[0], []).extend([name] * lacking)
     return tuple((name, tuple(names)) for name, names in behind.items())
 
 

@@ -36,7 +36,8 @@ class RegionUse:
     block: str = ""
     """The submodule of the graph; empty for the whole model."""
     repeated: bool = False
-    """True if its compiled code runs several times in one step: nothing in it is replayed."""
+    """True if its code runs several times in one step, and under one schedule: nothing in it is
+    replayed."""
 
 
 def region_uses(recording: Recording, variant: JointVariant, *, elides_output: bool = False
@@ -54,7 +55,7 @@ def region_uses(recording: Recording, variant: JointVariant, *, elides_output: b
     held: dict[int, list[int]] = {}  # storage -> the tensors of the model's output in it
     for place, returned_tensor in enumerate(output_tensors(recording.output)):
         held.setdefault(storage_key(returned_tensor), []).append(place)
-    runs_by_code = count_runs(recording)
+    runs_by_code = _count_runs(recording)
     made: dict[int, tuple[int, int]] = {}  # storage of an output -> (region, its storage there)
     runs: Counter[int] = Counter()
     uses: list[RegionUse] = []
@@ -92,11 +93,17 @@ def region_uses(recording: Recording, variant: JointVariant, *, elides_output: b
             parameter_names={index: trainable.get(id(tensor), f"input {index}")
                              for index, tensor in enumerate(call.inputs)},
             linked_inputs=linked, returned=returned, released=released,
-            block=call.module, repeated=runs_by_code[id(call.region), call.module] > 1))
+            block=call.module, repeated=(variant.compiled or elides_output) and (
+                runs_by_code[id(call.region), call.module] > 1)))
     return uses
 
 
-def count_runs(recording: Recording) -> Counter[tuple[int, str]]:
+def shares_code(recording: Recording) -> bool:
+    """True if the code of a region runs more than once in the step."""
+    return any(count > 1 for count in _count_runs(recording).values())
+
+
+def _count_runs(recording: Recording) -> Counter[tuple[int, str]]:
     """Number of runs of each captured region in the step, by its code."""
     return Counter((id(call.region), call.module) for call in recording.calls)
 

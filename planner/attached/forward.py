@@ -37,7 +37,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from planner._apply.blocks import run_step
+from planner._apply.blocks import PlannedBlocks, run_step
 from planner._apply.call_signature import Call, differences, input_tensors
 from planner._apply.errors import PlanMismatch
 from planner._apply.plan_backend import LargerSizes
@@ -92,7 +92,11 @@ from planner.attached.planned_graph import (
     Present,
     pending_calls,
 )
-from planner.attached.symbolic_graph import SymbolicGraph, SymbolicGraphs
+from planner.attached.symbolic_graph import (
+    SymbolicGraph,
+    SymbolicGraphs,
+    enlarged_arguments,
+)
 from planner.errors import InfeasibleBudget
 from planner.plans.plan import Plan, summarize
 from planner.progress import Watch, watched
@@ -595,6 +599,8 @@ class PlanningForward(ObservingForward):
             self._learned += 1
             self._watch_next_steps()
         self._share_step(graph)
+        if isinstance(graph.code, PlannedBlocks) and planner.note_runs(graph.code):
+            self._learned += 1
         if graph.checked == self._learned:
             return
         if graph.unmeasured is not None:
@@ -602,14 +608,20 @@ class PlanningForward(ObservingForward):
         elif graph.is_followed and graph.loss is None:
             graph.loss = planner.passing_loss
         known = self._known(graph, present)
-        if known is not None and graph.serves(known) and not graph.is_provisional:
+        if known is not None and graph.serves(known) and not (
+                graph.is_provisional or planner.lacks_runs):
             graph.checked, graph.is_settled = self._learned, graph.is_observed
             return
         if known is None and graph.serves(self._assumed(graph)):
             return
         needs_capture = known is not None and planner.needs_capture_for(known)
         if needs_capture and call != graph.call:
-            return
+            if graph.has_control_flow or graph.call is None:
+                return
+            # A call of its own sizes, which none of this one's exceeds, may never come again.
+            args, kwargs = enlarged_arguments(input_tensors(
+                self.__self__, self.inner, args, kwargs), graph.call, args, kwargs)
+            call = graph.call
         with self._planning() as watch:
             if known is not None and needs_capture:
                 planner.capture_again(self.__self__, args, kwargs, known)

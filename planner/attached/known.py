@@ -29,6 +29,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from planner._apply.blocks import PlannedBlocks
 from planner._apply.call_signature import signature_of, tensor_keys
 from planner._apply.rewrite_spec import SymbolicSizes
 from planner._graph_capture.capture import CapturedStep, SymbolicStep
@@ -181,6 +182,9 @@ class GraphPlanner:
         self.selects_more = False
         """True if it has."""
         self._paths_vary = paths_vary
+        self._most_runs: dict[str, int] = {}
+        self.lacks_runs = False
+        """True if blocks have run more often in one call than in the graph."""
         self.values_bytes = 0
         """What the call without gradients that learned them took, above the resident memory."""
         if known is None:
@@ -234,7 +238,7 @@ class GraphPlanner:
             capture = partial(capture_call, model, args, kwargs, planning, report,
                               unknown_loss=unknown, probe_headroom=headroom, early=early,
                               code=kept, keeps_code=self._symbolic is None,
-                              paths_vary=self._paths_vary)
+                              paths_vary=self._paths_vary, most_runs=self._most_runs)
             if not self.has_control_flow or self.chose_blocks:
                 try:
                     self._step = capture(symbolic=self._symbolic)
@@ -269,7 +273,7 @@ class GraphPlanner:
             held_bytes += sum(p.nbytes for p in model.parameters() if p.requires_grad)
         self._code = self._kept_code = self._step.code
         self._kept_regions = planning.regions
-        self._has_captured = True
+        self._has_captured, self.lacks_runs = True, False
         self._step = with_held(self._step.without_recording(), held_bytes)
         self._tensors, self._inputs = tensor_keys(model), describe_inputs(args, kwargs)
         check_same_model(model, self._tensors, group_of(model))
@@ -338,13 +342,24 @@ class GraphPlanner:
         """Number of tensors that the model returns."""
         return len(self._step.outputs)
 
+    def note_runs(self, code: PlannedBlocks) -> bool:
+        """Record how often blocks have run in one call; return whether a plan is to be made with
+        more of them."""
+        for name, count in code.most_runs.items():
+            self._most_runs[name] = max(count, self._most_runs.get(name, 0))
+        is_new = code.ran_more and not self.lacks_runs
+        self.lacks_runs, code.ran_more = self.lacks_runs or code.ran_more, False
+        return is_new
+
     def needs_capture_for(self, known: Known) -> bool:
         """True if the memory breakdown of the step needs another capture.
 
-        This is so if the loss leaves out outputs that the graph was captured for (unless zeros in
-        place of their gradients are small), or if loss or output belong to code between graphs,
-        whose memory is not known separately.
+        This is so if blocks have run more often since, if the loss leaves out outputs that the
+        graph was captured for (unless zeros in place of their gradients are small), or if loss or
+        output belong to code between graphs, whose memory is not known separately.
         """
+        if self.lacks_runs:
+            return True
         seen, is_chunked = known.loss, len(self._step.graph.regions) > 1
         if self._may_free(self._planning) and dict(known.early) != self._early:
             return True

@@ -216,7 +216,6 @@ def test_where_a_capture_by_blocks_fails_the_whole_one_serves():
     case = Case(PartsOfBlocks(), (torch.randn(2, 8, 16),), lambda out: out.square().mean())
     torch._dynamo.reset()  # what torch does depends on what it has compiled
     step = captured(case)
-    assert any("regions share code" in note for note in step.base.graph.notes)
     planned, _ = apply_schedule(case, step, random_schedule(step.base.problem, 0, 0.8))
     assert train(planned, case).differences(reference(case)) == []
     # By blocks, what stands around them is captured, and here that is everything.
@@ -242,7 +241,7 @@ class Generating(LanguageModel):
 for regions in ("model", None):
     case = BUILDERS["graph_break"]()
     case.model.__class__ = Generating
-    print("\\n".join(captured(case, regions=regions).base.graph.notes))
+    print("\\n".join(captured(case, regions=regions, backend="inductor").base.graph.notes))
 """
 
 

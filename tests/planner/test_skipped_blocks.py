@@ -161,6 +161,46 @@ def test_many_paths_around_blocks_share_one_plan() -> None:
     assert max(peaks[8:]) + parameter_bytes <= 0.75 * (max(plain_peaks) + parameter_bytes)
 
 
+class Recurring(nn.Module):
+    """Runs its blocks over and over, as often as dice say."""
+
+    def __init__(self, dice: str) -> None:
+        super().__init__()
+        self.dice = dice
+        self.first = nn.Linear(32, 32)
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for _ in range(1 + int(6 * thrown(self.dice))):
+            for block in self.blocks:
+                x = block(x)
+        return x
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dice", ["python", "item"])
+def test_blocks_may_run_any_number_of_times(dice: str) -> None:
+    torch.manual_seed(0)
+    plain = Recurring(dice)
+    torch.manual_seed(0)
+    model = Recurring(dice)
+    parameter_bytes = sum(each.nbytes for each in model.parameters())
+    expected, plain_peaks = train(plain, 16)
+    limit = int(0.6 * (max(plain_peaks[1:]) + parameter_bytes))
+    planner.within(model, limit)
+    losses, peaks = train(model, 16)
+    assert losses == expected
+    for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(mine, theirs)
+    over = [peak for peak in peaks if peak + parameter_bytes > limit]
+    assert len(over) <= 1  # where blocks run more often than ever before
+    status = planner.status(model)
+    assert status.planned_steps == status.steps == 16
+    assert status.plans <= 9
+    assert max(peaks[8:]) + parameter_bytes <= limit < max(plain_peaks[8:]) + parameter_bytes
+
+
 class Attending(nn.Module):
     """A block whose attention makes views, of several sizes, of what it projects."""
 
