@@ -159,20 +159,7 @@ class SymbolicGraph(PlannedGraph):
     def arguments_at(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]
                      ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments of a call, with tensors of the sizes of another one."""
-        names = {id(tensor): name for name, tensor in self._tensors_of(args, kwargs).items()}
-        sizes = call.sizes
-        resized: dict[int, torch.Tensor] = {}
-
-        def of(leaf: Any) -> Any:
-            wanted = sizes.get(names.get(id(leaf), ""))
-            if not isinstance(leaf, torch.Tensor) or wanted in (None, tuple(leaf.shape)):
-                return leaf
-            if id(leaf) not in resized:
-                resized[id(leaf)] = _enlarged(leaf, wanted)
-            return resized[id(leaf)]
-
-        found: tuple[tuple[Any, ...], dict[str, Any]] = pytree.tree_map(of, (args, kwargs))
-        return found
+        return enlarged_arguments(self._tensors_of(args, kwargs), call, args, kwargs)
 
     def adopt(self, module: nn.Module, plan: Plan) -> None:
         """Run under this plan from here on, or, where it was made for more sizes, as well."""
@@ -209,6 +196,24 @@ class SymbolicGraph(PlannedGraph):
         self.has_run = True
         if self.code.used is not None:
             self.plan = self._plans.get(self.code.used, self.plan)
+
+
+def enlarged_arguments(tensors: Mapping[str, torch.Tensor], call: Call, args: tuple[Any, ...],
+                       kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Arguments, whose `tensors` have these names, with tensors of the sizes of a larger call."""
+    names, sizes = {id(tensor): name for name, tensor in tensors.items()}, call.sizes
+    resized: dict[int, torch.Tensor] = {}
+
+    def of(leaf: Any) -> Any:
+        wanted = sizes.get(names.get(id(leaf), ""))
+        if not isinstance(leaf, torch.Tensor) or wanted in (None, tuple(leaf.shape)):
+            return leaf
+        if id(leaf) not in resized:
+            resized[id(leaf)] = _enlarged(leaf, wanted)
+        return resized[id(leaf)]
+
+    found: tuple[tuple[Any, ...], dict[str, Any]] = pytree.tree_map(of, (args, kwargs))
+    return found
 
 
 def _enlarged(tensor: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
