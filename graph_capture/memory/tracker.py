@@ -5,9 +5,9 @@ storage goes: that of a Python variable, a saved tensor, autograd's buffers.  St
 by weak references, as `torch.distributed._tools.MemTracker` does, and while an op runs its
 workspace counts as well.
 
-Autograd treats fake tensors differently in one place that matters: to sum the gradients of a tensor
-that is used twice, it adds in place for plain tensors, and makes a third tensor for a subclass.
-The tracker adds in place where autograd would have.
+Autograd treats fake tensors differently in two places that matter: it sums the gradients of a
+tensor that is used twice, and scatters the gradient of `gather`, in place for plain tensors, and
+makes another tensor for a subclass.  The tracker writes in place where autograd would have.
 
 An op belongs to the innermost running module; in the backward, to the module that was running when
 autograd numbered its node in the forward.
@@ -35,7 +35,7 @@ from planner._graph_capture.memory.allocator import allocated_bytes
 from planner._graph_capture.memory.sparse import strided_tensors
 from planner._graph_capture.memory.trace import Block, MemoryTrace, OpRun
 from planner._graph_capture.torch_compat import (
-    GradientSums,
+    GradientsInPlace,
     InfraMode,
     OpOverload,
     active_modes,
@@ -77,7 +77,7 @@ class MemoryTracker(InfraMode):
         self._events: list[int] = []  # as in `MemoryTrace`
         self._runs: list[OpRun] = []
         self._running = ("", "")
-        self._sums = GradientSums()
+        self._in_place = GradientsInPlace()
         self._first_of_backward: int | None = None
         self.is_closed = False
         """True if it no longer takes notice."""
@@ -180,9 +180,7 @@ class MemoryTracker(InfraMode):
         kwargs = kwargs or {}
         if func is torch.ops.prim.device.default:
             return func(*args, **kwargs)
-        if (self._first_of_backward is not None and func is torch.ops.aten.add.Tensor
-                and self._sums.in_place(args)):
-            func = torch.ops.aten.add_.Tensor
+        func = self._in_place.op_for(func, args)
         if not isinstance(func, OpOverload):
             return func(*args, **kwargs)
         if may_copy(func):

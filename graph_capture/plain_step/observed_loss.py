@@ -11,8 +11,8 @@ the model's device and on the calling thread, is the loss's.  Of this memory, th
 everything that is still alive when the gradients arrive, except the gradients.
 
 `LossWatch` tracks one such stretch of a real step, as the memory tracker does for a traced one;
-`ReplayedLoss` uses the observed memory in a traced step.  Values are not changed: the original ops
-run.
+`ReplayedLoss` uses the observed memory in a traced step.  Values are not changed: the ops
+run that would without a watch.
 
 The workspace of kernels is invisible while they run; so the ops are recorded, without their data,
 and measured when no memory of the step is alive (`UnmeasuredLoss`).
@@ -108,6 +108,7 @@ class StepWatch(MemoryTracker):
                            kwargs: Mapping[str, Any] | None = None) -> Any:
         if runs_its_own_ops(types):
             return NotImplemented
+        func = self._in_place.op_for(func, args)
         out = func(*args, **(kwargs or {}))
         self.op_count += 1
         if not self.is_closed and isinstance(func, OpOverload) and not func.is_view:

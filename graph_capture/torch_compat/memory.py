@@ -16,6 +16,7 @@ import torch
 # `FakeTensor` and its mode are private by module path only: there is no public way to trace a model
 # without allocating its memory.  `TorchDispatchMode` and `is_traceable_wrapper_subclass` are
 # documented, and private by path too.
+from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -298,38 +299,48 @@ def undisturbed_autograd() -> Iterator[None]:
         yield
 
 
-class GradientSums:
-    """Detects where autograd's engine, without modes, would sum two gradients in place.
+_IN_PLACE = {torch.ops.aten.add.Tensor: torch.ops.aten.add_.Tensor,
+             torch.ops.aten.scatter_add.default: torch.ops.aten.scatter_add_.default}
+
+
+class GradientsInPlace:
+    """Detects where autograd, without modes, would write a gradient in place.
 
     If a tensor is used twice, the engine adds the second gradient to the first one if it alone
-    refers to it and its storage.  For tensors of a subclass, such as fake ones, or under a dispatch
-    mode, it always makes a third (`torch/csrc/autograd/input_buffer.cpp` and
-    `isTensorSubclassLike`).  The reference counts, `Tensor._use_count` and
-    `torch._C._storage_Use_Count`, show if there is no other reference.  Their values in that case
-    depend on the version, so they are read from a known in-place sum, of fake and of plain tensors.
+    refers to it and its storage; the gradient of `gather` is scattered into zeros.  For tensors of
+    a subclass, such as fake ones, or under a dispatch mode, both always make another tensor
+    (`torch/csrc/autograd/input_buffer.cpp` and `isTensorSubclassLike`).  The reference counts,
+    `Tensor._use_count` and `torch._C._storage_Use_Count`, show if there is no other reference.
+    Their values in that case depend on the version, so they are read from known gradients, of fake
+    and of plain tensors.
     """
 
-    _alone: dict[type, tuple[int, int]] | None = None
+    _alone: dict[tuple[type, OpOverload], tuple[int, int]] | None = None
 
     def __init__(self) -> None:
-        if GradientSums._alone is None:
+        if GradientsInPlace._alone is None:
             with no_active_modes(), FakeTensorMode():
-                of_fakes = _counts_of_a_gradient_held_by_the_engine_alone()
+                of_fakes = _counts_of_gradients_held_by_autograd_alone()
             with no_active_modes():
-                GradientSums._alone = {
-                    FakeTensor: of_fakes,
-                    torch.Tensor: _counts_of_a_gradient_held_by_the_engine_alone()}
+                of_plain = _counts_of_gradients_held_by_autograd_alone()
+            GradientsInPlace._alone = {
+                **{(FakeTensor, op): counts for op, counts in of_fakes.items()},
+                **{(torch.Tensor, op): counts for op, counts in of_plain.items()}}
 
-    def in_place(self, args: tuple[Any, ...]) -> bool:
-        """True if `aten.add.Tensor(*args)`, seen by a dispatch mode during a backward, is such a
-        sum."""
-        if len(args) != 2 or not all(isinstance(arg, torch.Tensor) for arg in args):
-            return False
-        held, added = args
-        return (GradientSums._alone is not None and type(held) is type(added)
-                and held.shape == added.shape and held.dtype == added.dtype
-                and not torch.is_grad_enabled() and is_dense(held)
-                and use_counts(held) == GradientSums._alone.get(type(held)))
+    def op_for(self, func: Any, args: tuple[Any, ...]) -> Any:
+        """The op that autograd would call in the place of `func(*args)`, which a dispatch mode
+        sees."""
+        written = _IN_PLACE.get(func)
+        if written is None or torch.is_grad_enabled() or not runs_in_backward() or not all(
+                isinstance(arg, torch.Tensor) for arg in (args[0], args[-1])):
+            return func
+        held, added = args[0], args[-1]
+        assert GradientsInPlace._alone is not None
+        is_alone = (type(held) is type(added) and held.dtype == added.dtype and is_dense(held)
+                    and use_counts(held) == GradientsInPlace._alone.get((type(held), func)))
+        is_alike = func is not torch.ops.aten.add.Tensor or (
+            len(args) == 2 and held.shape == added.shape)
+        return written if is_alone and is_alike else func
 
 
 def use_counts(tensor: Any) -> tuple[int, int]:
@@ -337,28 +348,29 @@ def use_counts(tensor: Any) -> tuple[int, int]:
     return tensor._use_count(), torch._C._storage_Use_Count(storage_key(tensor))
 
 
-class _CountsOfSums(TorchDispatchMode):
+class _CountsOfGradients(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
-        self.seen: list[tuple[int, int]] = []
+        self.seen: dict[OpOverload, tuple[int, int]] = {}
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func is torch.ops.aten.add.Tensor:
-            self._note(args)
+        if func in _IN_PLACE:
+            self._note(func, args)
         return func(*args, **(kwargs or {}))
 
-    def _note(self, args: tuple[torch.Tensor, ...]) -> None:
-        held, _ = args  # two references, as in `GradientSums.in_place`
-        self.seen.append(use_counts(held))
+    def _note(self, func: OpOverload, args: tuple[torch.Tensor, ...]) -> None:
+        held, _ = args[0], args[-1]  # two references, as in `GradientsInPlace.op_for`
+        self.seen[func] = use_counts(held)
 
 
 @undisturbed_autograd()
-def _counts_of_a_gradient_held_by_the_engine_alone() -> tuple[int, int]:
+def _counts_of_gradients_held_by_autograd_alone() -> dict[OpOverload, tuple[int, int]]:
     with torch.enable_grad():
         x = torch.empty(3, requires_grad=True)
         hidden = x.exp()
-        out = torch.cat([hidden.relu(), hidden.sigmoid()])
-        counts = _CountsOfSums()
+        chosen = hidden.relu().gather(0, torch.zeros(3, dtype=torch.int64))
+        out = torch.cat([chosen, hidden.sigmoid()])
+        counts = _CountsOfGradients()
         with counts:
             out.backward(torch.empty(6))
-    return counts.seen[0]
+    return counts.seen

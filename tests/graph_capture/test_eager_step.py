@@ -105,6 +105,13 @@ def test_fake_tensors_give_the_same_where_code_does_not_ask(name, probe, monkeyp
     assert figures(fake) == figures(storage_less)
 
 
+def test_the_gradient_of_what_was_gathered_is_scattered_in_place(probe):
+    index = torch.randint(512, (256, 1))
+    case = Case(nn.Linear(64, 512), (torch.randn(256, 64),), lambda out: out.gather(1, index).sum())
+    peak_bytes = trace(case, probe).peak_bytes
+    assert peak_bytes == pytest.approx(measure(case).peak_bytes, rel=0.001)
+
+
 @pytest.mark.parametrize("padded", [False, True])
 def test_a_mask_of_ones_is_dropped_as_in_the_real_step(padded, probe):
     case = build("bert")

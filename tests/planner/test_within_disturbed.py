@@ -54,7 +54,7 @@ def trained(net: nn.Module, call: Call) -> tuple[list[float], list[torch.Tensor]
     pytest.param(with_another_planned, marks=pytest.mark.slow)])
 def test_a_step_that_is_disturbed_is_planned(call, monkeypatch):
     # As in a process that has planned nothing yet.
-    monkeypatch.setattr("planner._graph_capture.torch_compat.memory.GradientSums._alone", None)
+    monkeypatch.setattr("planner._graph_capture.torch_compat.memory.GradientsInPlace._alone", None)
     want, plain = trained(layers(), call)
     net = planner.within(layers(), "75%", time_limit=0.5)
     found, gradients = trained(net, call)

@@ -94,14 +94,21 @@ def test_gradients_are_not_held_where_the_loss_leaves_out_an_output():
     assert max(peaks[2:]) <= plan.peak_bytes
 
 
-@pytest.mark.parametrize("reduce", [torch.sum, torch.mean, lambda output: 2 * output[:, 0].sum()],
-                         ids=["sum", "mean", "a part"])
-def test_a_scalar_that_the_loop_makes_itself_is_counted_to_the_byte(reduce):
+def gathered(output: torch.Tensor) -> torch.Tensor:
+    """As for the log-probabilities of tokens, row by row."""
+    chosen = output.gather(1, torch.zeros(len(output), 1, dtype=torch.int64))[:, 0]
+    return (chosen - torch.stack([row.logsumexp(0) for row in output])).sum()
+
+
+@pytest.mark.parametrize("reduce", [
+    torch.sum, torch.mean, lambda output: 2 * output[:, 0].sum(), gathered,
+    lambda output: output.sin().sum() + output.exp().sum(),
+], ids=["sum", "mean", "a part", "gathered", "used twice"])
+def test_a_loss_that_the_loop_makes_itself_is_counted_to_the_byte(reduce):
     torch.manual_seed(0)
-    net = nn.Sequential(nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 32))
-    x, optimizer = torch.randn(64, 32), torch.optim.SGD(net.parameters(), lr=0.01)
+    net = nn.Sequential(nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 512))
+    x, optimizer = torch.randn(512, 32), torch.optim.SGD(net.parameters(), lr=0.01)
     resident = sum(p.nbytes for p in net.parameters()) + x.nbytes
-    planner.within(net, "10MB", time_limit=1)
 
     def step() -> None:
         output = net(x)
@@ -109,8 +116,12 @@ def test_a_scalar_that_the_loop_makes_itself_is_counted_to_the_byte(reduce):
         optimizer.step()
         optimizer.zero_grad()
 
+    plain = record_stages([step] * 2)[1].peak_bytes
+    planner.within(net, "10MB", time_limit=1)
     peaks = [resident + record.peak_bytes for record in record_stages([step] * 3)]
-    assert peaks[1:] == [planner.plan_of(net).peak_bytes] * 2
+    plan = planner.plan_of(net)
+    assert peaks[1:] == [plan.peak_bytes] * 2
+    assert plan.baseline_peak_bytes == pytest.approx(resident + plain, abs=16)
 
 
 @pytest.mark.parametrize("loss_of, share", [
