@@ -107,12 +107,15 @@ class FakeCopy:
     """Replaces the kernels of an absent `device`; `None`: torch chooses."""
     copied: FakeCopy | None = None
     """The fake copy that this is a storage-less copy of."""
+    kept: dict[int, torch.Tensor] = field(default_factory=dict)
+    """Copies of inputs that the model's code decides by, by identity of their fake copies."""
 
     def originals(self) -> dict[int, torch.Tensor]:
-        """The tensors of the user's by identity of their fake copies."""
+        """The tensors of the user's by identity of their fake copies; of inputs that are gone,
+        copies, if they were kept."""
         behind = {} if self.copied is None else self.copied.originals()
-        return {id(fake): behind.get(id(original), original)
-                for original, fake in self.fake_of.items()}
+        return self.kept | {id(fake): behind.get(id(original), original)
+                            for original, fake in self.fake_of.items()}
 
     def forward_context(self) -> AbstractContextManager[Any]:
         """The autocast context of forward and loss; an active outer autocast applies as well."""

@@ -29,6 +29,16 @@ def values_of_inputs(fake_copy: FakeCopy) -> Mapping[int, torch.Tensor]:
     return found
 
 
+def keep_values(fake_copy: FakeCopy) -> None:
+    """Keep the values of the small inputs: the model's code decides by them, and the batch may be
+    gone when the step is traced again."""
+    original_of = fake_copy.originals()
+    for _, leaf in named_inputs(fake_copy):
+        source = original_of.get(id(leaf), leaf)
+        if not has_no_values(source) and not is_storage_less(source) and may_be_known(source):
+            fake_copy.kept[id(leaf)] = source.detach().clone()
+
+
 def inputs_without_values(fake_copy: FakeCopy) -> frozenset[str]:
     """Names of the inputs whose values are not known, of a fake copy of fake tensors."""
     original_of = fake_copy.originals()

@@ -26,6 +26,7 @@ import torch
 from planner._graph_capture.errors import DataDependentValue
 from planner._graph_capture.fake_copies.data_dependent_values import data_dependent_value
 from planner._graph_capture.fake_copies.fake import FakeCopy
+from planner._graph_capture.fake_copies.input_values import keep_values
 from planner._graph_capture.fake_copies.storage_less import (
     may_be_storage_less,
     storage_less_copy,
@@ -76,7 +77,10 @@ def run_without_data(fake_copy: FakeCopy, loss_fn: LossFn | None,
     if may_be_storage_less(fake_copy):
         try:
             copy = storage_less_copy(fake_copy, extra=(loss_fn,))
-            return run(copy, copy.extra[-1], True)
+            made = run(copy, copy.extra[-1], True)
+            if getattr(copy.mode, "told_values", False):
+                keep_values(fake_copy)
+            return made
         except Exception:  # a fake tensor may work instead
             pass
     try:

@@ -258,3 +258,37 @@ def test_outputs_in_a_tuple_keep_their_places():
         optimizer.step()
         optimizer.zero_grad()
     assert planner.status(net).planned_steps == 4
+
+
+class Padding(nn.Module):
+    """Does more where its mask has zeros, and returns its loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(32, 256), nn.Linear(256, 32)
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> dict[str, torch.Tensor]:
+        wide = self.first(x).tanh()
+        if not mask.all():
+            wide = wide.masked_fill(~mask[:, None], 0.0).exp()
+        narrow = self.second(wide)
+        return {"loss": narrow.square().mean(), "features": narrow}
+
+
+def test_what_a_batch_that_is_gone_decides_is_remembered():
+    net = Padding()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+
+    def step() -> None:  # The batch goes with the step, and the features before its backward.
+        loss = net(torch.randn(512, 32), torch.ones(512, dtype=torch.bool))["loss"]
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    resident = sum(p.nbytes for p in net.parameters())
+    plain = record_stages([step] * 2)[1].peak_bytes
+    planner.within(net, "90%", time_limit=1)
+    for _ in range(2):
+        step()
+    assert planner.plan_of(net).baseline_peak_bytes == pytest.approx(resident + plain, rel=0.01)
