@@ -15,6 +15,7 @@ from planner._apply.errors import PlanMismatch
 from planner._apply.plan_backend import Fallback, PlanBackend
 from planner._apply.rewrite_spec import RewriteSpec
 from planner._graph_capture.dynamo.traced_code import TracedCode
+from planner._graph_capture.errors import raised_behind
 from planner._graph_capture.module_forward import Forward, modules_of, parameters_of
 from planner._graph_capture.output_tensors import output_tensors
 from planner._graph_capture.torch_compat import (
@@ -128,6 +129,10 @@ class CompiledCode:
             except BackendCompilerFailed as error:
                 if isinstance(error.inner_exception, PlanMismatch):
                     raise error.inner_exception from None
+                raise
+            except AttributeError as error:
+                if mismatch := raised_behind(error, PlanMismatch):
+                    raise mismatch from None
                 raise
             finally:
                 backend.running = None

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from typing import TypeVar
+
+_Raised = TypeVar("_Raised", bound=BaseException)
+
 
 class PlannerError(Exception):
     """Base class of the errors that planning, applying and verifying raise."""
@@ -23,3 +27,15 @@ class DataDependentValue(CaptureError):
 class UnsupportedTorch(PlannerError, ImportError):
     """The installed torch lacks or has changed an internal that this package needs; the message
     names it."""
+
+
+def raised_behind(error: BaseException, kind: type[_Raised]) -> _Raised | None:
+    """The error of this kind that was being handled when `error` was raised, if any.
+
+    Where a graph breaks in a `with` of a generator, Dynamo goes on with an iterator in its place,
+    which cannot take an error: what is raised inside becomes an `AttributeError`.
+    """
+    behind = error.__context__
+    while behind is not None and not isinstance(behind, kind):
+        behind = behind.__context__
+    return behind

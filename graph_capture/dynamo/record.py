@@ -32,7 +32,7 @@ from planner._graph_capture.dynamo.stub_graphs import (
 )
 from planner._graph_capture.dynamo.traced_code import TracedCode, TracedGraph, as_written
 from planner._graph_capture.dynamo.uncaptured import GapTracker, UncapturedCode
-from planner._graph_capture.errors import CaptureError, DataDependentValue
+from planner._graph_capture.errors import CaptureError, DataDependentValue, raised_behind
 from planner._graph_capture.fake_copies.data_dependent_values import data_dependent_value, failure
 from planner._graph_capture.fake_copies.fake import FakeCopy
 from planner._graph_capture.fake_copies.input_values import named_inputs, values_of_inputs
@@ -218,6 +218,8 @@ def record_step(fake_copy: FakeCopy, run_step: RunStep, workspace: Workspace,
             raise CaptureError(
                 f"torch.compile cannot capture the model: {_summary(error)}") from error
         except Exception as error:  # whatever the user's code raises
+            if asked := raised_behind(error, DataDependentValue):
+                raise data_dependent_value(asked) from error
             raise _failure(error) from error
         finally:
             nn.Module.zero_grad(fake_copy.model)

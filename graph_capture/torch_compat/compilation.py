@@ -44,8 +44,11 @@ from torch._dynamo.output_graph import OutputGraph
 from torch._dynamo.polyfills.builtins import enumerate as _traced_enumerate
 from torch._dynamo.symbolic_convert import InstructionTranslatorBase
 from torch._dynamo.types import FrameAction, FrameExecStrategy
+from torch._dynamo.variables import ConstantVariable
 from torch._dynamo.variables.lists import TupleVariable
+from torch._dynamo.variables.misc import GetAttrVariable
 from torch._dynamo.variables.tensor import TensorVariable
+from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 from torch._dynamo.variables.user_defined import UserDefinedObjectVariable
 from torch._functorch.partitioners import _extract_fwd_bwd_modules
 from torch._guards import TracingContext
@@ -179,6 +182,7 @@ def compile_settings(*, donated_buffers: bool = False) -> Iterator[None]:
         mock.patch.object(InstructionTranslatorBase, "maybe_has_backedge", _ends_at_break),
         mock.patch.object(TensorVariable, "method___setitem__", _assign),
         mock.patch.object(UserDefinedObjectVariable, "_supported_random_functions", frozenset),
+        mock.patch.object(GetAttrVariable, "call_method", _call_method),
         lstm_shapes_at_once(),
         mock.patch.object(OutputGraph, "create_proxy", _create_proxy),
         # Dynamo can break inside of an iteration over a tuple, but not over the values of a dict,
@@ -233,6 +237,18 @@ def _assign(tensor: Any, translator: Any, key: Any, value: Any) -> Any:
         unimplemented(gb_type="Assignment by a mask", context="", hints=[], explanation=(
             "The backward selects by the mask, and the size of a selection depends on values."))
     return _plain_assign(tensor, translator, key, value)
+
+
+_plain_call_method = GetAttrVariable.call_method
+
+
+def _call_method(attribute: Any, translator: Any, name: str, args: Any, kwargs: Any) -> Any:
+    """Dynamo's call of an attribute's method; before torch 2.15 it knows no names of torch's
+    classes: `type(layer.weight).__module__.startswith("torchao.")`."""
+    text = getattr(getattr(attribute.obj, "value", None), attribute.name, None)
+    if isinstance(attribute.obj, TorchInGraphFunctionVariable) and isinstance(text, str):
+        return ConstantVariable.create(text).call_method(translator, name, args, kwargs)
+    return _plain_call_method(attribute, translator, name, args, kwargs)
 
 
 _plain_create_proxy = OutputGraph.create_proxy

@@ -192,6 +192,26 @@ def test_regions_are_captured_in_order_and_applied_together(skip):
         assert measured_peak(planned, case) <= timeline.peak_bytes
 
 
+class AsksForClass(nn.Module):
+    """It reads where the class of a weight is from, as peft's DoRA does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+
+    def forward(self, x):
+        for layer in self.layers:
+            if not type(layer.weight).__module__.startswith("elsewhere."):
+                x = torch.tanh(layer(x))
+        return x
+
+
+@pytest.mark.compat
+def test_the_module_of_a_class_breaks_no_graph():
+    graph = captured(Case(AsksForClass(), (torch.randn(4, 8),), torch.sum)).base.graph
+    assert len(graph.regions) == 1
+
+
 class PartsOfBlocks(nn.Module):
     """It calls what its blocks are made of, never the blocks, in code that breaks."""
 

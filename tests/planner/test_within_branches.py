@@ -3,6 +3,7 @@ comes, or a warning says why it is not."""
 
 from __future__ import annotations
 
+import contextlib
 import copy
 
 import pytest
@@ -50,6 +51,27 @@ class HiddenByValue(Hidden):
         return self.more(x) if gate > 0 else x
 
 
+class WithContext(nn.Module):
+    """Values decide inside of a `with`, as all that runs under peft's models does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(3))
+
+    @contextlib.contextmanager
+    def prepared(self):
+        yield
+
+    def forward(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        with self.prepared():
+            for layer in self.layers:
+                if gate > 0:
+                    x = F.gelu(layer(x))
+                x = layer(x).tanh()
+        return x.square().mean()
+
+
 def train(net: nn.Module, gates: list[int]) -> list[float]:
     losses, optimizer = [], torch.optim.SGD(net.parameters(), lr=0.1)
     x = torch.randn(64, 32, generator=torch.Generator().manual_seed(1))
@@ -60,6 +82,14 @@ def train(net: nn.Module, gates: list[int]) -> list[float]:
         optimizer.zero_grad()
         losses.append(loss.item())
     return losses
+
+
+def test_values_may_decide_inside_of_a_context():
+    plain = WithContext()
+    net = planner.within(copy.deepcopy(plain), "90%", time_limit=1)
+    gates = [1, 1, -1, -1, 1]
+    assert train(net, gates) == train(plain, gates)
+    assert planner.status(net).planned_steps == 5
 
 
 @pytest.mark.slow
