@@ -57,6 +57,7 @@ class WithContext(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
+        self.first = nn.Linear(32, 32)
         self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(3))
 
     @contextlib.contextmanager
@@ -65,10 +66,10 @@ class WithContext(nn.Module):
 
     def forward(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
         with self.prepared():
+            x = self.first(x)
             for layer in self.layers:
-                if gate > 0:
-                    x = F.gelu(layer(x))
-                x = layer(x).tanh()
+                if torch.rand(1) > 0.5:
+                    x = x + F.gelu(layer(x))
         return x.square().mean()
 
 
@@ -87,8 +88,10 @@ def train(net: nn.Module, gates: list[int]) -> list[float]:
 def test_values_may_decide_inside_of_a_context():
     plain = WithContext()
     net = planner.within(copy.deepcopy(plain), "90%", time_limit=1)
-    gates = [1, 1, -1, -1, 1]
-    assert train(net, gates) == train(plain, gates)
+    torch.manual_seed(0)
+    expected = train(plain, [1] * 5)
+    torch.manual_seed(0)
+    assert train(net, [1] * 5) == expected
     assert planner.status(net).planned_steps == 5
 
 
