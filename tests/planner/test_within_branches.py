@@ -51,26 +51,40 @@ class HiddenByValue(Hidden):
         return self.more(x) if gate > 0 else x
 
 
+class Sometimes(nn.Module):
+    """Values decide whether it does anything."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if torch.rand(1) > 0.3:
+            x = x + self.layers(x)
+        return x
+
+
 class WithContext(nn.Module):
     """Values decide inside of a `with`, as all that runs under peft's models does."""
 
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.first = nn.Linear(32, 32)
-        self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(3))
+        self.blocks = nn.ModuleList(Sometimes() for _ in range(3))
+        self.last = nn.Linear(32, 1)
 
     @contextlib.contextmanager
     def prepared(self):
         yield
 
+    def run(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.last(x).square().mean()
+
     def forward(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
         with self.prepared():
-            x = self.first(x)
-            for layer in self.layers:
-                if torch.rand(1) > 0.5:
-                    x = x + F.gelu(layer(x))
-        return x.square().mean()
+            return self.run(x)
 
 
 def train(net: nn.Module, gates: list[int]) -> list[float]:
