@@ -182,6 +182,13 @@ def running_node_number() -> int | None:
     return None if node is None else node._sequence_nr()
 
 
+def runs_again() -> bool:
+    """True inside of a backward that runs code of the forward once more under saved-tensor hooks,
+    as a checkpoint does: it must save the same tensors as before."""
+    return (running_node_number() is not None
+            and torch._C._autograd._top_saved_tensors_default_hooks(True) is not None)
+
+
 def bytes_made_before(op: object, args: tuple[Any, ...]) -> int:
     """Bytes that a derivative on this thread allocates before this op on a CPU, but after it under
     a dispatch mode or for subclass tensors.

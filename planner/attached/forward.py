@@ -65,7 +65,7 @@ from planner._graph_capture.torch_compat import (
     marked_dimensions,
     no_saved_tensors_hooks,
     pytree,
-    running_node_number,
+    runs_again,
 )
 from planner.arguments.inputs import named_dimensions, size_name
 from planner.attached.known import GraphPlanner
@@ -589,9 +589,8 @@ class PlanningForward(ObservingForward):
     def _bring_up_to_date(self, graph: PlannedGraph, call: Call, present: Present,
                           args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Plan a graph again if more is known than its plan counts."""
-        # A checkpoint's recomputation must save the same tensors as the first call.
         planner = graph.planner
-        if planner is None or running_node_number() is not None:
+        if planner is None or runs_again():
             return
         if self._is_looked_at or is_watching() or not graph.is_held_known:
             self._look_outside(graph, args, kwargs)
@@ -750,7 +749,7 @@ class PlanningForward(ObservingForward):
         self._returned.add(output_tensors(output), pending)
         watch_output(output, partial(_note_backward, ref(self), graph, present, pending))
         planner = graph.planner
-        if planner is None or running_node_number() is not None:  # a checkpoint calls it again
+        if planner is None or runs_again():
             return
         if self._has_other_loss and graph.loss is None and planner.may_leave_losses:
             graph.loss = planner.assumed_loss

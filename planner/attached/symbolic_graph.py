@@ -35,7 +35,7 @@ from planner._graph_capture.torch_compat import (
     extents_of_whole,
     no_active_modes,
     pytree,
-    running_node_number,
+    runs_again,
 )
 from planner.arguments.inputs import size_name
 from planner.attached.known import GraphPlanner, Searched
@@ -265,7 +265,7 @@ class SymbolicGraphs:
         fixed = [graph for graph in graphs if not isinstance(graph, SymbolicGraph)]
         kind = call.without_sizes
         made = self._by_call.get(kind, [])
-        if made is None or call in self._fixed or running_node_number() is not None or (
+        if made is None or call in self._fixed or runs_again() or (
                 not at_once and any(graph.call == call and not (made and graph.is_provisional)
                                     for graph in fixed)):
             return None

@@ -605,3 +605,38 @@ def test_a_backward_hook_logs_what_it_makes_of_what_a_forward_hook_has_kept():
         assert kept.keys() == norms.keys() == {*plain, *model}  # no copies of planning's
         kept.clear()
         norms.clear()
+
+
+def test_calls_in_a_hook_of_a_backward_serve_any_size():
+    """As in losses whose second forward runs once the gradients of the first are known."""
+    plain = Tokens()
+    net = planner.within(copy.deepcopy(plain), "80%", time_limit=1)
+    optimizers = {each: torch.optim.SGD(each.parameters(), 0.01) for each in (plain, net)}
+
+    def step(each: nn.Module, length: int) -> None:
+        ids = torch.randint(64, (8, length), generator=torch.Generator().manual_seed(length))
+        with torch.no_grad():
+            known = each(ids)
+        known.requires_grad_()
+        loss = known.square().mean()
+
+        def again(gradient: torch.Tensor) -> None:
+            with torch.enable_grad():
+                each(ids).backward(gradient)
+
+        known.register_hook(again)
+        loss.backward()
+        optimizers[each].step()
+        optimizers[each].zero_grad()
+
+    for length in (9, 8, 12, 7, 10, 11):
+        for each in (plain, net):
+            step(each, length)
+    for mine, theirs in zip(net.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(mine, theirs)
+    before = planner.status(net).plans
+    for length in (6, 5, 4):
+        step(net, length)
+    status = planner.status(net)
+    assert status.plans == before <= 6
+    assert status.planned_steps == status.steps
