@@ -247,8 +247,8 @@ class PlanBackend(OutputWatcher):
             self._run_kept_code()
             made = [self._schedules(each) for each in self._traced]
         except PlanMismatch:
-            made = []
-        if not made:
+            made = None
+        if made is None or not (made or self._any_size):
             self._choose(*earlier)
             return False
         for each, schedules in zip(self._traced, made, strict=True):

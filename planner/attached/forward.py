@@ -566,10 +566,17 @@ class PlanningForward(ObservingForward):
             if same is not None:
                 graph.loss = same.loss
             graph.lives = self._expected_output(planner)
+            replaced = next(filter(graph.may_replace, self.graphs), None)
+            if replaced is not None:
+                graph.code = replaced.code  # it is traced once for all sizes
             self._look_outside(graph, args, kwargs)
             self._plan(graph, self._known(graph, present), call, args, kwargs)
             watch.conclude(f": {summarize(graph.plan)}")
         self._compare_values_call(graph.plan, planner.values_bytes)
+        if replaced is not None and graph.code is replaced.code:
+            self.graphs.remove(replaced)
+            self._served = {call: each for call, each in self._served.items()
+                            if each is not replaced}
         self.graphs.insert(0, graph)
         return graph
 

@@ -117,6 +117,16 @@ class PlannedGraph:
         if isinstance(earlier, PlannedCode | PlannedBlocks):
             code.compare_with(earlier)
 
+    def may_replace(self, smaller: PlannedGraph) -> bool:
+        """True if its plan will serve all calls of a smaller graph, by the code of that one."""
+        planner, other = self.planner, smaller.planner
+        return (planner is not None and other is not None and planner.sizes_vary
+                and other.sizes_vary and not planner.has_control_flow
+                and not other.has_control_flow and self.call is not None
+                and smaller.call is not None
+                and smaller.call.without_sizes == self.call.without_sizes
+                and smaller.call.may_be_served_as(self.call))
+
     def take_larger(self) -> bool:
         """Run larger sizes, which values decide, under the plan's schedule, too; return whether
         that is possible and new."""
