@@ -21,7 +21,7 @@ from torch import fx
 
 from planner._apply.errors import PlanMismatch
 from planner._apply.host_store import OPS
-from planner._apply.plan_backend import Match, PlanBackend, checked_backward
+from planner._apply.plan_backend import Match, PlanBackend
 from planner._apply.rewrite import RewrittenRegion
 from planner._apply.rewrite_spec import RewriteSpec
 from planner._graph_capture.inductor.compiled_step import memory_of_code
@@ -86,12 +86,7 @@ class InductorBackend(PlanBackend):
             if found is None:  # A graph without gradients is not partitioned.
                 return run
             self._check_memory(found, inputs, run, is_backward)
-            if not is_backward:
-                return run
-            cotangents = found.region.cotangents
-            planned = inputs[len(inputs) - len(cotangents):]
-            return checked_backward(run, planned, cotangents, found.lowered.joint.read_cotangents,
-                                    self._note_unplanned)
+            return self._checked(found, run) if is_backward else run
 
         passes: list[SchedulerPass] = [KernelOrder(self._spec.kernel_order)]
         settings: dict[str, Any] = {}

@@ -15,13 +15,13 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 import torch
 from torch import fx, nn
 
 from planner._apply.errors import PlanMismatch
-from planner._apply.exchangeable import ScheduledGraphs, boxed_callable
+from planner._apply.exchangeable import ScheduledGraphs, boxed_callable, checked_backward
 from planner._apply.outputs import OutputWatcher, places_to_watch, watch, without_elided
 from planner._apply.rewrite import RewrittenRegion, rewrite
 from planner._apply.rewrite_spec import OpKey, RegionSpec, RewriteSpec, decisions_of
@@ -50,7 +50,6 @@ from planner._graph_capture.torch_compat import (
     OpOverload,
     PartitionFunction,
     aot_backend,
-    boxed,
     branches_of,
     differentiate_again,
     fix_sizes,
@@ -81,53 +80,11 @@ class Match:
     """True if it is the region with smaller tensors."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Scheduled:
-    """A traced graph under one schedule."""
-
-    place: int
-    """Number of its region among those of its block."""
-    graphs: ScheduledGraphs
-    run_backward: Callable[[list[Any]], Any]
-    watched: Sequence[int]
-    """Outputs that are taken to be let go before the backward."""
-    cotangents: Sequence[bool]
-    """For each differentiable output, whether its gradient is planned."""
-
-    @classmethod
-    def of(cls, spec: RewriteSpec, match: Match, place: int, unplanned: Unplanned) -> _Scheduled:
-        region = match.region
-        graphs = rewrite(match.lowered, region.insertions, region.inplace_reuses, region.released)
-        cotangents = [node.meta["val"] for node in match.lowered.joint.cotangents]
-        scheduled = ScheduledGraphs.of(graphs, match.lowered)
-        return cls(place, scheduled,
-                   checked_backward(scheduled.backward, cotangents, region.cotangents,
-                                    scheduled.read_cotangents, unplanned),
-                   places_to_watch(outputs_let_go(spec, match.index, match.lowered),
-                                   match.lowered, graphs), region.cotangents)
-
-
-class _Running:
-    """Base of graphs that run under the schedule chosen last."""
-
-    __slots__ = ()
-    running: _Scheduled | None
-
-    def forward(self, args: list[Any]) -> tuple[Sequence[Any], torch.Tensor]:
-        """Outputs of the forward, and the tensor that carries what is saved."""
-        assert self.running is not None
-        return self.running.graphs.run_forward(args, self.running.run_backward)
-
-    def cotangents(self) -> Sequence[bool]:
-        """For each differentiable output, whether its gradient is planned."""
-        assert self.running is not None
-        return self.running.cotangents
-
-
 @dataclass(slots=True, eq=False)
-class _Traced(_Running):
-    """A traced graph whose schedule can be exchanged; blocks that run it have one each, or several,
-    where they run several times."""
+class _Traced:
+    """A traced graph whose schedule can be exchanged.  Blocks that run it have one each, or several
+    where they run several times, and so has each size where values decide sizes, which are symbols
+    of the graph then: it runs under the plan's schedule wherever no size is larger than planned."""
 
     module: fx.GraphModule
     joint: fx.GraphModule
@@ -135,48 +92,26 @@ class _Traced(_Running):
     given: dict[str, Sequence[str | None]]
     """For each block that has run it, names of the parameters and buffers among its inputs."""
     lowered: LoweredGraphs = field(default_factory=dict)
-    schedules: dict[tuple[str, int], _Scheduled] = field(default_factory=dict)
-    """By block, and number of regions that ran before it there."""
-    unlike: dict[str, Callable[..., Any]] = field(default_factory=dict)
-    """Code that runs instead in blocks of which it is not the plan's graph."""
-    running: _Scheduled | None = None
-
-
-@dataclass(slots=True, eq=False)
-class _AnySize(_Running):
-    """A traced graph with symbolic sizes, which values decide: it runs under the plan's schedule
-    wherever no size is larger than planned."""
-
-    joint: fx.GraphModule
-    num_outputs: int
     sizes: Sizes = field(init=False)
     """Its symbols."""
-    lowered: LoweredGraphs = field(default_factory=dict)
-    rewritten: dict[int, tuple[ScheduledGraphs, Sequence[int]]] = field(default_factory=dict)
-    """By region: its graphs, and the outputs that are taken to be let go before the backward."""
-    schedules: OrderedDict[tuple[str, int, Values], _Scheduled] = field(
+    made: dict[object, ScheduledGraphs] = field(default_factory=dict)
+    """By region, and by the decisions of a block and the number of regions that ran before it."""
+    schedules: OrderedDict[tuple[str, int, Values], ScheduledGraphs] = field(
         default_factory=OrderedDict)
     """By block, number of regions that ran before it there, and sizes."""
-    running: _Scheduled | None = None
-    unlike: Callable[..., Any] | None = None
-    """Code that runs instead where it is not the plan's graph."""
+    unlike: dict[str, Callable[..., Any]] = field(default_factory=dict)
+    """Code that runs instead in blocks of which it is not the plan's graph."""
+    running: ScheduledGraphs = field(init=False)
+    """The schedule chosen last."""
+    values: Values = ()
+    """The sizes that it was chosen for."""
 
     def __post_init__(self) -> None:
         self.sizes = Sizes.of(primals_of(self.joint))
 
-    def scheduled(self, spec: RewriteSpec, match: Match, values: Values, unplanned: Unplanned
-                  ) -> _Scheduled:
-        """The graph as the region that it matches where the symbols have these values."""
-        region, lowered = match.region, match.lowered
-        if match.index not in self.rewritten:
-            made = rewrite(lowered, region.insertions, region.inplace_reuses, region.released)
-            self.rewritten[match.index] = ScheduledGraphs.of(made, lowered), places_to_watch(
-                outputs_let_go(spec, match.index, lowered), lowered, made)
-        graphs, watched = self.rewritten[match.index]
-        like = cotangents_at(lowered, self.sizes, values)
-        return _Scheduled(match.index, graphs, checked_backward(
-            graphs.backward, like, region.cotangents, graphs.read_cotangents, unplanned),
-            watched, region.cotangents)
+    def forward(self, args: list[Any]) -> tuple[Sequence[Any], torch.Tensor]:
+        """Outputs of the forward, and the tensor that carries what is saved."""
+        return self.running.run_forward(args, partial(self.sizes.number, values=self.values))
 
 
 class PlanBackend(OutputWatcher):
@@ -227,7 +162,6 @@ class PlanBackend(OutputWatcher):
         self.is_exchangeable = False
         """True if `exchange` may be asked for; then autograd does not see the tensors saved."""
         self._traced: list[_Traced] = []
-        self._any_size: list[_AnySize] = []
         self._code: TracedCode | None = None
         """Keeps the code that refers to its graphs weakly."""
 
@@ -245,40 +179,49 @@ class PlanBackend(OutputWatcher):
         self._choose(spec, regions)
         try:
             self._run_kept_code()
-            made = [self._schedules(each) for each in self._traced]
+            made = [(each, self._schedules(each)) for each in self._traced
+                    if not each.sizes.symbols]
         except PlanMismatch:
             made = None
         if made is None or not (made or self._any_size):
             self._choose(*earlier)
             return False
-        for each, schedules in zip(self._traced, made, strict=True):
-            each.schedules, each.unlike = schedules, {}
-        for graph in self._any_size:
-            graph.schedules.clear()
-            graph.rewritten.clear()
-            graph.unlike = None
+        for each in self._traced:
+            for under_earlier in (each.made, each.schedules, each.unlike):
+                under_earlier.clear()
+        for each, schedules in made:
+            each.schedules.update(schedules)
         return True
 
-    def _schedules(self, traced: _Traced) -> dict[tuple[str, int], _Scheduled]:
-        """The schedules of a graph in the blocks that have run it, in one run of each."""
-        found: dict[tuple[str, int], _Scheduled] = {}
-        alike: dict[object, _Scheduled] = {}
-        for block in traced.given:
-            regions = self._regions_of(block)
-            decisions = decisions_of(self._spec, regions)
-            if decisions not in alike:
-                alike[decisions] = self._scheduled(traced, block, 0, traced.given[block])
-            found[block, alike[decisions].place] = alike[decisions]
+    def _schedules(self, traced: _Traced) -> dict[tuple[str, int, Values], ScheduledGraphs]:
+        """The schedules of a graph without symbols in the blocks that have run it, in one run of
+        each."""
+        made: dict[object, ScheduledGraphs] = {}
+        found: dict[tuple[str, int, Values], ScheduledGraphs] = {}
+        for block, given in traced.given.items():
+            scheduled = self._scheduled(traced, made, given, block, 0, ())
+            found[block, scheduled.place, ()] = scheduled
         return found
 
-    def _scheduled(self, traced: _Traced, block: str, start: int, given: Sequence[str | None]
-                   ) -> _Scheduled:
+    def _scheduled(self, traced: _Traced, made: dict[object, ScheduledGraphs],
+                   given: Sequence[str | None], block: str, start: int, values: Values
+                   ) -> ScheduledGraphs:
         """A graph under the schedule that it has in a block in which `start` regions have run, with
-        inputs of these names."""
+        inputs of these names, where the symbols have these values; one of `made` if it is there."""
         regions = self._regions_of(block)
-        match = self._matching_region(traced.joint, traced.num_outputs, given, regions, start,
-                                      traced.lowered)
-        return _Scheduled.of(self._spec, match, regions.index(match.index), self._note_unplanned)
+        # Of which region a call of some size is shows only when they are compared.
+        alike = None if values else (decisions_of(self._spec, regions), start)
+        if alike in made:
+            return made[alike]
+        match = self._matching_region(
+            traced.joint, traced.num_outputs, given, regions, start, traced.lowered,
+            partial(region_at, sizes=traced.sizes, values=values) if values else nullcontext)
+        if match.index not in made:
+            made[match.index] = ScheduledGraphs.of(self._spec, match.index, match.lowered,
+                                                   self._note_unplanned)
+        if alike is not None:
+            made[alike] = made[match.index]
+        return made[match.index]
 
     def count_regions(self, block: str) -> int:
         """Number of the plan's regions of a block."""
@@ -376,7 +319,7 @@ class PlanBackend(OutputWatcher):
         """Code that is called in the place of a graph, under whatever schedule it has then."""
         def target_of(joint: fx.GraphModule, num_outputs: int) -> _Traced:
             traced = _Traced(module, joint, num_outputs, {self.block: given})
-            traced.schedules = self._schedules(traced)
+            self._choose_schedule(traced, traced.sizes.now, inputs)
             return traced
 
         compiled, traced = compiled_as_stubs(module, inputs, target_of, self._without_gradient)
@@ -384,7 +327,7 @@ class PlanBackend(OutputWatcher):
             return self._calling(module, compiled, branches,
                                  leaves_no_trace=self._leaves_no_trace)
         self._traced.append(traced)
-        return self._calling_traced(compiled, branches, traced)
+        return self._calling_traced(compiled, branches, traced, traced.sizes.places_among(inputs))
 
     def run_kept(self, code: TracedCode) -> None:
         """Run the regions' graphs in code that was compiled of the same graphs."""
@@ -407,7 +350,7 @@ class PlanBackend(OutputWatcher):
                 traced = _Traced(graph.module, graph.region.joint,
                                  graph.region.num_forward_outputs, graph.given,
                                  graph.region.lowered)
-                traced.schedules = self._schedules(traced)
+                traced.schedules.update(self._schedules(traced))
                 self._traced.append(traced)
             graph.region.forward = traced.forward
             graph.run = self._calling_traced(graph.compiled, graph.branches, traced)
@@ -416,18 +359,6 @@ class PlanBackend(OutputWatcher):
         """Code of a graph that needs no gradient."""
         self._leaves_no_trace = _leaves_no_trace(graph.graph)
         return boxed_callable(graph)
-
-    def _running(self, compiled: Callable[..., Any], traced: _Traced | _AnySize
-                 ) -> Callable[..., Any]:
-        """Code of a traced graph, under the schedule that was chosen for it."""
-        def run(*args: Any) -> Any:
-            self._count_run()
-            outputs = compiled(*args)
-            assert traced.running is not None
-            watch(outputs, traced.running.watched, self._output_is_held)
-            return outputs
-
-        return run
 
     def _count_run(self) -> None:
         self.planned_runs += 1
@@ -442,82 +373,54 @@ class PlanBackend(OutputWatcher):
                      ) -> Callable[..., Any]:
         """Code that is called in the place of a graph with symbolic sizes, unless it has other ops
         than one with fixed sizes."""
-        def target_of(joint: fx.GraphModule, num_outputs: int) -> _AnySize:
-            traced = _AnySize(joint, num_outputs)
-            self._choose_schedule(traced, traced.sizes.now, inputs)
-            return traced
-
         take_equal_sizes_for_one(inputs)
         try:
-            compiled, found = compiled_as_stubs(module, inputs, target_of, self._without_gradient)
+            return self._exchangeable(module, inputs, given, branches)
         except Exception as error:
             if not isinstance(getattr(error, "inner_exception", error), PlanMismatch):
                 raise
             fix_sizes(inputs)
             return self._of_fixed_sizes(module, inputs, given, branches)
-        if found is None:
-            return self._calling(module, compiled, branches,
-                                 leaves_no_trace=self._leaves_no_trace)
-        traced = found
-        self._any_size.append(traced)
-        symbols = traced.sizes.places_among(inputs)
 
-        planned = self._calling(module, self._running(compiled, traced), branches,
-                                joint=traced.joint, cotangents=traced.cotangents)
-
-        def call(*args: Any) -> Any:
-            try:
-                self._choose_schedule(traced, tuple(int(args[index]) for index in symbols), args)
-            except PlanMismatch as mismatch:
-                if traced.unlike is None or self.is_trial or not self.has_begun:
-                    traced.unlike = self._calling(
-                        module, self._fallen_back(module, mismatch), branches)
-            else:
-                return planned(*args)
-            return traced.unlike(*args)
-
-        return call
-
-    def _choose_schedule(self, traced: _AnySize, values: Values, args: Sequence[Any]) -> None:
+    def _choose_schedule(self, traced: _Traced, values: Values, args: Sequence[Any]) -> None:
         """Let a graph run as the region that it matches in the running block, where the symbols
         have these values; raises `PlanMismatch`."""
-        block, start = self.block, self.runs[self.block]
-        found = traced.schedules.get((block, start, values))
-        if found is None:
-            match = self._matching_region(
-                traced.joint, traced.num_outputs, self._names(args), self._regions_of(block),
-                start, traced.lowered, lambda lowered: region_at(lowered, traced.sizes, values))
-            found = traced.scheduled(self._spec, match, values, self._note_unplanned)
-            traced.schedules[block, start, values] = found
+        key = self.block, self.runs[self.block], values
+        if key not in traced.schedules:
+            given = self._names(args)
+            traced.schedules[key] = self._scheduled(traced, traced.made, given, *key)
+            traced.given.setdefault(self.block, given)
             if len(traced.schedules) > _MOST_SIZES:
                 traced.schedules.popitem(last=False)
-        traced.running = found
+        traced.running, traced.values = traced.schedules[key], values
 
     def _calling_traced(self, compiled: Callable[..., Any], branches: Sequence[Branch],
-                        traced: _Traced) -> Callable[..., Any]:
-        def choose(args: tuple[Any, ...]) -> None:
-            if self.block not in traced.given:
-                traced.given[self.block] = self._names(args)
-                traced.schedules |= self._schedules(traced)
-            key = self.block, self.runs[self.block]
-            if key not in traced.schedules:
-                traced.schedules[key] = self._scheduled(traced, *key, self._names(args))
-            traced.running = traced.schedules[key]
+                        traced: _Traced, symbols: Sequence[int] = ()) -> Callable[..., Any]:
+        """Code that is called in the place of a traced graph; `symbols`: places of its symbols
+        among its inputs."""
+        def run(*args: Any) -> Any:
+            self._count_run()
+            outputs = compiled(*args)
+            watch(outputs, traced.running.watched, self._output_is_held)
+            return outputs
 
-        planned = self._calling(traced.module, self._running(compiled, traced), branches,
-                                joint=traced.joint, cotangents=traced.cotangents)
+        planned = self._calling(traced.module, run, branches, joint=traced.joint,
+                                cotangents=lambda: traced.running.cotangents)
 
         def call(*args: Any) -> Any:
-            if self.block not in traced.unlike:
+            block = self.block
+            if symbols or block not in traced.unlike:
                 try:
-                    choose(args)
+                    self._choose_schedule(
+                        traced, tuple(int(args[index]) for index in symbols), args)
                 except PlanMismatch as mismatch:
-                    traced.given.pop(self.block, None)
-                    traced.unlike[self.block] = self._calling(
-                        traced.module, self._fallen_back(traced.module, mismatch), branches)
+                    traced.given.pop(block, None)
+                    if block not in traced.unlike or self.is_trial or not self.has_begun:
+                        traced.unlike[block] = self._calling(
+                            traced.module, self._fallen_back(traced.module, mismatch), branches)
                 else:
                     return planned(*args)
-            return traced.unlike[self.block](*args)
+            return traced.unlike[block](*args)
 
         return call
 
@@ -559,16 +462,18 @@ class PlanBackend(OutputWatcher):
             return boxed_callable(graph)
 
         def backward(graph: fx.GraphModule, _: object) -> Callable[..., Any]:
-            found = match()
-            if found is None:
-                return boxed_callable(graph)
-            cotangents = found.region.cotangents
-            inputs = graph.graph.find_nodes(op="placeholder")
-            planned = [node.meta["val"] for node in inputs[len(inputs) - len(cotangents):]]
-            return checked_backward(boxed_callable(graph), planned, cotangents,
-                                    found.lowered.joint.read_cotangents, self._note_unplanned)
+            found, run = match(), boxed_callable(graph)
+            return run if found is None else self._checked(found, run)
 
         return aot_backend(partition, forward, backward)(module, list(inputs))
+
+    def _checked(self, match: Match, run_backward: Callable[[list[Any]], Any]
+                 ) -> Callable[[list[Any]], Any]:
+        """The backward of a region, with a check of its cotangents."""
+        joint = match.lowered.joint
+        return checked_backward(run_backward, [node.meta["val"] for node in joint.cotangents],
+                                match.region.cotangents, joint.read_cotangents,
+                                self._note_unplanned)
 
     def _begin_to_replace(self) -> None:
         self._replaces = True
@@ -725,70 +630,3 @@ def different_op(region: RegionSpec, lowered: LoweredRegion) -> str | None:
 
 def _describe_op(key: OpKey) -> str:
     return f"{key.name} -> {key.result} [{key.digest[:8]}]"
-
-
-class Layout(Protocol):
-    """Of a tensor that is to be made."""
-
-    @property
-    def shape(self) -> tuple[int, ...]: ...
-    @property
-    def dtype(self) -> torch.dtype: ...
-    @property
-    def device(self) -> torch.device: ...
-
-
-@dataclass(frozen=True, slots=True)
-class _Sized:
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    device: torch.device
-
-
-def cotangents_at(lowered: LoweredRegion, sizes: Sizes, values: Values) -> list[Layout]:
-    """The cotangents of a graph with symbolic sizes where the symbols have these values."""
-    return [_Sized(tuple(sizes.number(size, values) for size in value.shape), value.dtype,
-                   value.device)
-            for node in lowered.joint.cotangents for value in (node.meta["val"],)]
-
-
-Unplanned = Callable[[PlanMismatch], None]
-"""Raises the error, or notes it: the gradients will be replaced."""
-
-
-def _refuse(mismatch: PlanMismatch) -> None:
-    raise mismatch
-
-
-def checked_backward(
-    run: Callable[[list[Any]], Any], planned: Sequence[Layout], cotangents: Sequence[bool],
-    read: Sequence[frozenset[int]], unplanned: Unplanned = _refuse,
-) -> Callable[[list[Any]], Any]:
-    """Return the backward `run` with a check of its last arguments, the cotangents.  Missing
-    gradients that the plan relies on become zeros like `planned`, and what is made of them alone is
-    `None`, as in plain autograd; `read`: which cotangents each result is made of.  `unplanned` is
-    called for a gradient through an output that the plan assumed to have none."""
-
-    def call(args: list[Any]) -> Any:
-        first = len(args) - len(cotangents)
-        absent = set[int]()
-        for index, expected in enumerate(cotangents):
-            is_given = args[first + index] is not None
-            if is_given and not expected:
-                unplanned(PlanMismatch(
-                    f"a gradient flows into differentiable output {index} of the model, which "
-                    "the plan took for one without; make the plan with the loss_fn that is "
-                    "trained with"))
-                args[first + index] = None
-            if expected and not is_given:
-                like = planned[index]
-                args[first + index] = torch.zeros(
-                    like.shape, dtype=like.dtype, device=like.device)
-                absent.add(index)
-        gradients = run(args)
-        if not absent:
-            return gradients
-        return tuple(None if places and places <= absent else gradient
-                     for gradient, places in zip(gradients, read, strict=True))
-
-    return boxed(call)

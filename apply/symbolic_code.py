@@ -13,6 +13,7 @@ import contextlib
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 from weakref import ref
 
@@ -22,19 +23,16 @@ from torch import fx, nn
 from planner._apply.call_signature import input_tensors
 from planner._apply.errors import PlanMismatch
 from planner._apply.exchangeable import ScheduledGraphs, boxed_callable
-from planner._apply.outputs import OutputWatcher, places_to_watch, watch
+from planner._apply.outputs import OutputWatcher, watch
 from planner._apply.plan_backend import (
     OtherBranch,
     check_branches,
-    checked_backward,
-    cotangents_at,
     different_op,
     refuse_double_backward,
 )
 from planner._apply.planned_code import CompiledCode
-from planner._apply.rewrite import rewrite
 from planner._apply.rewrite_spec import RewriteSpec, SymbolicSizes
-from planner._apply.same_step import difference_from_step, outputs_let_go
+from planner._apply.same_step import difference_from_step
 from planner._apply.size_expressions import number
 from planner._graph_capture.dynamo.stub_graphs import compiled_as_stubs
 from planner._graph_capture.errors import CaptureError
@@ -81,8 +79,6 @@ class Schedule:
 
     graphs: ScheduledGraphs
     fits: Fits
-    watched: tuple[int, ...]
-    """Outputs of the forward that are taken to be let go before the backward."""
 
 
 class SymbolicCallable:
@@ -99,12 +95,8 @@ class SymbolicCallable:
 
     def adopt(self, spec: RewriteSpec, fits: Fits, *, instead: bool) -> Schedule:
         """Run under this rewrite spec where it fits; `instead`: under no earlier one."""
-        planned, = spec.regions
-        lowered = self.region.variants[spec.low_peak]
-        graphs = rewrite(lowered, planned.insertions, planned.inplace_reuses, planned.released)
         made = Schedule(
-            ScheduledGraphs.of(graphs, lowered), fits,
-            places_to_watch(outputs_let_go(spec, 0, lowered), lowered, graphs))
+            ScheduledGraphs.of(spec, 0, self.region.variants[spec.low_peak]), fits)
         self.schedules = [made, *([] if instead else self.schedules)][:_MOST_SCHEDULES]
         self._served.clear()
         return made
@@ -129,14 +121,8 @@ class SymbolicCallable:
         """Outputs of the forward, and a tensor that carries those that its schedule saves."""
         values = self.region.values_of(args)
         schedule = self.used = self.schedule_for(values)
-        return schedule.graphs.run_forward(args, self._checked(schedule, values))
-
-    def _checked(self, schedule: Schedule, values: Values) -> Callable[[list[Any]], Any]:
-        """The backward with zeros for cotangents that autograd left out."""
-        region = self.region
-        like = cotangents_at(region.variants[False], region.sizes, values)
-        return checked_backward(schedule.graphs.backward, like, region.cotangents,
-                                schedule.graphs.read_cotangents)
+        return schedule.graphs.run_forward(
+            args, partial(self.region.sizes.number, values=values))
 
 
 class SymbolicBackend(OutputWatcher):
@@ -195,7 +181,7 @@ class SymbolicBackend(OutputWatcher):
                 self.returned = outputs
             if target is not None:
                 self.used = target.used
-                watch(outputs, target.used.watched, self._output_is_held)
+                watch(outputs, target.used.graphs.watched, self._output_is_held)
             return outputs
 
         return torch.compiler.disable(call)

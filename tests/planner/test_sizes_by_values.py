@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -217,11 +218,15 @@ def train_on_graphs_of(net: nn.Module, sizes: list[int]) -> list[int]:
 @pytest.mark.parametrize("has_other_ops", [False, True])
 def test_smaller_sizes_are_compiled_once_unless_their_graphs_have_other_ops(
         has_other_ops, monkeypatch):
-    def refuse(*_: object) -> None:
-        raise PlanMismatch("other ops")
+    choose = plan_backend.PlanBackend._choose_schedule
+
+    def refuse(self: Any, traced: Any, values: tuple[int, ...], args: Any) -> None:
+        if values:
+            raise PlanMismatch("other ops")
+        choose(self, traced, values, args)
 
     if has_other_ops:
-        monkeypatch.setattr(plan_backend._AnySize, "scheduled", refuse)
+        monkeypatch.setattr(plan_backend.PlanBackend, "_choose_schedule", refuse)
     sizes = [100, 60, 80, 43, 99]
     plain, net = Layers(), planner.within(Layers(), "95%", optimizer="sgd", time_limit=1)
     train_on_graphs_of(plain, sizes)
