@@ -9,7 +9,6 @@ Blind spot: an output that both the caller and the model's backward keep alive c
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import is_dataclass, replace
@@ -28,10 +27,6 @@ from planner._graph_capture.torch_compat import FakeTensor, no_subclass_function
 
 _LITTLE = 4096
 """Bytes that are not worth a warning: auxiliary losses in a list."""
-_OUTPUT_IS_HELD = (
-    "the plan counts on the model's output being let go before the backward (hold_output=False), "
-    "and {bytes:,} bytes of it are still held, so that the step may take that much more than the "
-    "budget: keep the loss alone, or plan with hold_output=True")
 
 
 _NO_CACHE = (
@@ -74,31 +69,6 @@ def places_to_watch(let_go: Collection[int], lowered: LoweredRegion, rewritten: 
     return tuple(place for place, node in enumerate(lowered.returned)
                  if place in let_go and node is not None
                  and storage_key(node.meta["val"]) not in saved)
-
-
-_DIFFERENTIATED_AGAIN = (
-    "a gradient that came through the planned step is differentiated again (create_graph=True, as "
-    "for a gradient penalty): what was planned is computed once more as it is written, and what "
-    "that takes is not in the plan")
-
-
-class OutputWatcher:
-    """Base of backends that warn once if the caller keeps an output that the plan expects it to
-    release, or differentiates gradients."""
-
-    _warned: frozenset[str] = frozenset()
-
-    def tell_of_double_backward(self) -> None:
-        """Warn, once."""
-        self._warn_once(_DIFFERENTIATED_AGAIN)
-
-    def _output_is_held(self, size_bytes: int) -> None:
-        self._warn_once(_OUTPUT_IS_HELD, bytes=size_bytes)
-
-    def _warn_once(self, words: str, **figures: int) -> None:
-        if words not in self._warned:
-            self._warned |= {words}
-            warnings.warn(words.format(**figures), stacklevel=3)
 
 
 def watch(outputs: Sequence[Any], places: Sequence[int], report: Callable[[int], None]) -> None:

@@ -22,7 +22,7 @@ from torch import fx, nn
 
 from planner._apply.errors import PlanMismatch
 from planner._apply.exchangeable import ScheduledGraphs, boxed_callable, checked_backward
-from planner._apply.outputs import OutputWatcher, places_to_watch, watch, without_elided
+from planner._apply.outputs import places_to_watch, watch, without_elided
 from planner._apply.rewrite import RewrittenRegion, rewrite
 from planner._apply.rewrite_spec import OpKey, RegionSpec, RewriteSpec, decisions_of
 from planner._apply.same_step import difference_from_step, outputs_let_go
@@ -114,34 +114,35 @@ class _Traced:
         return self.running.run_forward(args, partial(self.sizes.number, values=self.values))
 
 
-class PlanBackend(OutputWatcher):
-    """The Dynamo backend that replaces captured graphs by a rewrite spec's graphs."""
+_OUTPUT_IS_HELD = (
+    "the plan counts on the model's output being let go before the backward (hold_output=False), "
+    "and {bytes:,} bytes of it are still held, so that the step may take that much more than the "
+    "budget: keep the loss alone, or plan with hold_output=True")
+_DIFFERENTIATED_AGAIN = (
+    "a gradient that came through the planned step is differentiated again (create_graph=True, as "
+    "for a gradient penalty): what was planned is computed once more as it is written, and what "
+    "that takes is not in the plan")
 
-    def __init__(self, model: nn.Module, spec: RewriteSpec, regions: Sequence[int] | None = None
-                 ) -> None:
-        """Create the backend.  `regions`: those of the rewrite spec that may be met, by default
-        all."""
+
+class Backend:
+    """Base of the Dynamo backends of plans: the state of the running call.  It warns once if the
+    caller keeps an output that the plan expects it to release, or differentiates gradients."""
+
+    _warned: frozenset[str] = frozenset()
+
+    def __init__(self, model: nn.Module) -> None:
         # Compiled code refers to this object, and torch's cache, which the garbage collector does
         # not see, refers to the code: a model that the caller deletes would stay.
         self._model = weakref.ref(model)
-        self._choose(spec, regions)
-        self._compiled_regions = 0
-        self._lowered: dict[fx.GraphModule, LoweredGraphs] | None = None
         self.block = ""
         """Name of the block that is called; empty for the model."""
         self.running: nn.Module | None = None
         """The module whose forward is being called: the model or a block; `None`: unknown, and
         modules keep the names of the graph."""
-        self.fallback: Fallback | None = None
-        """Replacement for a graph that is not the plan's once others have run; `None`: that is an
-        error."""
-        self.may_take_other_paths = False
-        """True if values of tensors decide what runs behind a graph, and so through which of its
-        outputs gradients come: then its inputs are held for them."""
-        self.takes_larger = False
-        """True if larger sizes, which values decide, run under the schedule planned for smaller."""
         self.compilations = 0
         """Number of graphs compiled so far."""
+        self.planned_runs = 0
+        """Number of regions of the plan that have run in this call."""
         self.has_run = False
         """True if any captured graph has run in this call."""
         self.has_begun = False
@@ -151,14 +152,66 @@ class PlanBackend(OutputWatcher):
         """True if a graph that is not the plan's ends the call although others have run."""
         self.met_unplanned_gradient = False
         """True if a gradient came through an output that the plan took for one without."""
+
+    def begin_call(self, block: str, module: nn.Module) -> None:
+        """Note that the forward of a block is called, or of the model."""
+        self.block, self.running, self.planned_runs = block, module, 0
+        self.has_run = self.has_begun = False
+
+    def _names(self, inputs: Sequence[Any]) -> list[str | None]:
+        """Names of the parameters and buffers among a graph's inputs."""
+        model = self._model()
+        assert model is not None  # it is being called
+        return names_in_model(model, inputs)
+
+    def _begin_compiling(self, module: fx.GraphModule, inputs: Sequence[Any]
+                         ) -> tuple[Sequence[Branch], list[str | None]]:
+        """The branches that a captured graph has taken, and the names of its inputs."""
+        branches = branches_of(module)
+        self.compilations += 1
+        if self.running is not None:
+            name_modules(module, self.running)
+        return branches, self._names(inputs)
+
+    def tell_of_double_backward(self) -> None:
+        """Warn, once."""
+        self._warn_once(_DIFFERENTIATED_AGAIN)
+
+    def _output_is_held(self, size_bytes: int) -> None:
+        self._warn_once(_OUTPUT_IS_HELD, bytes=size_bytes)
+
+    def _warn_once(self, words: str, **figures: int) -> None:
+        if words not in self._warned:
+            self._warned |= {words}
+            warnings.warn(words.format(**figures), stacklevel=3)
+
+
+class PlanBackend(Backend):
+    """The Dynamo backend that replaces captured graphs by a rewrite spec's graphs."""
+
+    def __init__(self, model: nn.Module, spec: RewriteSpec, regions: Sequence[int] | None = None
+                 ) -> None:
+        """Create the backend.  `regions`: those of the rewrite spec that may be met, by default
+        all."""
+        super().__init__(model)
+        self._choose(spec, regions)
+        self._compiled_regions = 0
+        self._lowered: dict[fx.GraphModule, LoweredGraphs] | None = None
+        self.fallback: Fallback | None = None
+        """Replacement for a graph that is not the plan's once others have run; `None`: that is an
+        error."""
+        self.may_take_other_paths = False
+        """True if values of tensors decide what runs behind a graph, and so through which of its
+        outputs gradients come: then its inputs are held for them."""
+        self.takes_larger = False
+        """True if larger sizes, which values decide, run under the schedule planned for smaller."""
         self._unplanned: PlanMismatch | None = None
         self._replaces = False
         """True if unplanned gradients of the running backward will be replaced."""
         self._leaves_no_trace = False  # the graph without gradients that was compiled last
-        self.planned_runs = 0
-        """Number of regions of the plan that have run in this call."""
         self.runs = Counter[str]()
-        """The same since the model was called, by block: a block may be called several times."""
+        """Number of regions of the plan that have run since the model was called, by block: a block
+        may be called several times."""
         self.is_exchangeable = False
         """True if `exchange` may be asked for; then autograd does not see the tensors saved."""
         self._traced: list[_Traced] = []
@@ -240,13 +293,9 @@ class PlanBackend(OutputWatcher):
         return other
 
     def __call__(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        branches = branches_of(module)
-        self.compilations += 1
-        if self.running is not None:
-            name_modules(module, self.running)
         # Read now: the model may have other parameters than when the plan was applied.  Only the
         # names, since the compiler keeps `partition`, and an input may be an activation.
-        given = self._names(inputs)
+        branches, given = self._begin_compiling(module, inputs)
         self._leaves_no_trace = False
         try:
             compile_as = (self._of_any_size if any(isinstance(each, torch.SymInt)
@@ -258,12 +307,6 @@ class PlanBackend(OutputWatcher):
                 raise
             run = self._calling(module, self._fallen_back(module, mismatch), branches)
         return torch.compiler.disable(run)
-
-    def _names(self, inputs: Sequence[Any]) -> list[str | None]:
-        """Names of the parameters and buffers among a graph's inputs."""
-        model = self._model()
-        assert model is not None  # it is being called
-        return names_in_model(model, inputs)
 
     def _fallen_back(self, module: fx.GraphModule, mismatch: PlanMismatch) -> Callable[..., Any]:
         """Code that runs in the place of a graph that is not the plan's; raises where none may."""

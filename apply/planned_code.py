@@ -41,8 +41,8 @@ class CompiledCode:
 
     def __init__(self, name: str, backend: Any, *, is_compiled: bool = False,
                  is_of_blocks: bool = False, has_several_regions: bool = False) -> None:
-        """`backend`: a `PlanBackend`, or one of the same attributes."""
-        self._name, self._backend = name, backend
+        """`backend`: a `Backend`."""
+        self._name, self.backend = name, backend
         self._compiled: dict[tuple[bool, ...], Callable[..., Any]] = {}
         """By which parameters are trained: torch 2.11 does not look again where that changes."""
         self._is_compiled, self._is_of_blocks = is_compiled, is_of_blocks
@@ -58,12 +58,12 @@ class CompiledCode:
     def has_begun(self) -> bool:
         """True if the last call has progressed so far that it cannot start over under another
         rewrite spec."""
-        return bool(self._backend.has_begun)
+        return bool(self.backend.has_begun)
 
     @property
     def met_unplanned_gradient(self) -> bool:
         """True if a gradient came through an output that the plan took for one without."""
-        return bool(self._backend.met_unplanned_gradient)
+        return bool(self.backend.met_unplanned_gradient)
 
     def fall_back(self, fallback: Fallback, *, may_take_other_paths: bool = False,
                   sizes_vary: bool = False) -> None:
@@ -71,13 +71,13 @@ class CompiledCode:
         `fallback`, with a warning, instead of ending the step with `PlanMismatch`.
         `may_take_other_paths`: values of tensors decide which regions run.  `sizes_vary`: graphs of
         smaller sizes, which run under the plan, are compiled once, with symbolic sizes."""
-        self._backend.fallback = fallback
+        self.backend.fallback = fallback
         self._sizes_vary = sizes_vary
-        self._backend.may_take_other_paths = may_take_other_paths
+        self.backend.may_take_other_paths = may_take_other_paths
 
     def take_larger(self) -> None:
         """From now on, run larger sizes, which values decide, under the plan's schedule, too."""
-        self._backend.takes_larger = True
+        self.backend.takes_larger = True
 
     def compare_with(self, earlier: object) -> None:
         """Take what ran outside of the regions of earlier code of the same graph for what was
@@ -88,21 +88,21 @@ class CompiledCode:
     @property
     def is_trial(self) -> bool:
         """True if a region that is not the plan's ends the call though others have run."""
-        return bool(self._backend.is_trial)
+        return bool(self.backend.is_trial)
 
     @is_trial.setter
     def is_trial(self, value: bool) -> None:
-        self._backend.is_trial = value
+        self.backend.is_trial = value
 
     @property
     def compilations(self) -> int:
         """Graphs that were compiled so far."""
-        return int(self._backend.compilations)
+        return int(self.backend.compilations)
 
     @property
     def planned_runs(self) -> int:
         """Regions of the plan that have run in the last call."""
-        return int(self._backend.planned_runs)
+        return int(self.backend.planned_runs)
 
     def __call__(self, module: nn.Module, own: Forward | None, /, *args: Any, **kwargs: Any
                  ) -> Any:
@@ -112,10 +112,8 @@ class CompiledCode:
     def call_block(self, block: str, module: nn.Module, own: Forward | None, /, *args: Any,
                    **kwargs: Any) -> Any:
         """Call a module that is this block of the model; empty: the model."""
-        backend = self._backend
-        backend.block = block
-        backend.has_run = backend.has_begun = False
-        backend.planned_runs, backend.running = 0, module
+        backend = self.backend
+        backend.begin_call(block, module)
         trained = tuple(p.requires_grad for p in parameters_of(modules_of(module)))
         if trained not in self._compiled:
             self._compiled[trained] = self._compile()
@@ -144,7 +142,7 @@ class CompiledCode:
         return output
 
     def _compile(self) -> Callable[..., Any]:
-        return compile_forward(self._name, self._backend)
+        return compile_forward(self._name, self.backend)
 
     def _entered(self) -> AbstractContextManager[None]:
         """Inside, what is compiled is compiled by this backend."""
@@ -157,7 +155,7 @@ class CompiledCode:
 
     def why_unplanned(self) -> str | None:
         """Reason why the last successful call ran without the plan; `None` if it ran under it."""
-        if not self._backend.has_run:
+        if not self.backend.has_run:
             return ("torch.compile ran this step as it is written, without the plan: it gave up on "
                     "the model's code, or a dispatch mode is active. If the model sets something "
                     "up in its first call, call it once before the plan is applied")
@@ -185,11 +183,11 @@ class PlannedCode(CompiledCode):
         blocks = [each.block for index, each in enumerate(spec.regions)
                   if regions is None or index in regions]
         # Code that runs several times in a step has a schedule for each time.
-        self._backend.is_exchangeable = may_exchange or (
+        self.backend.is_exchangeable = may_exchange or (
             is_exchangeable(spec) and len(set(blocks)) < len(blocks))
         self._traced = traced
         if traced is not None:
-            self._backend.run_kept(traced)
+            self.backend.run_kept(traced)
             self._compiled |= traced.functions_of(module)
 
     def __call__(self, module: nn.Module, own: Forward | None, /, *args: Any, **kwargs: Any
@@ -199,22 +197,22 @@ class PlannedCode(CompiledCode):
 
     def begin(self) -> None:
         """Tell that the model is called, whose blocks may run several times."""
-        self._backend.runs.clear()
+        self.backend.runs.clear()
 
     def has_run_all(self, block: str) -> bool:
         """True if, since the model was called, a block has run as often as planned."""
-        return bool(0 < self._backend.count_regions(block) <= self._backend.runs[block])
+        return bool(0 < self.backend.count_regions(block) <= self.backend.runs[block])
 
     def exchange(self, spec: RewriteSpec, regions: Sequence[int] | None = None) -> bool:
         """Run under another rewrite spec of the same graphs from the next call on, without tracing;
         return whether that is possible.  `regions`: as for the constructor."""
         is_of_blocks = regions is not None
-        return (self._backend.is_exchangeable and is_exchangeable(spec)
+        return (self.backend.is_exchangeable and is_exchangeable(spec)
                 and bool(spec.blocks) == is_of_blocks
-                and bool(self._backend.exchange(spec, regions)))
+                and bool(self.backend.exchange(spec, regions)))
 
     def _compile(self) -> Callable[..., Any]:
-        return compile_forward(self._name, self._backend,
+        return compile_forward(self._name, self.backend,
                                dynamic=None if self._sizes_vary else False)
 
     @contextlib.contextmanager
@@ -229,7 +227,7 @@ class PlannedCode(CompiledCode):
         if self._traced is None:
             yield
             return
-        before, self._traced.backend = self._traced.backend, self._backend
+        before, self._traced.backend = self._traced.backend, self.backend
         try:
             yield
         finally:

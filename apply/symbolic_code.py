@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
-from weakref import ref
 
 import torch
 from torch import fx, nn
@@ -23,8 +22,9 @@ from torch import fx, nn
 from planner._apply.call_signature import input_tensors
 from planner._apply.errors import PlanMismatch
 from planner._apply.exchangeable import ScheduledGraphs, boxed_callable
-from planner._apply.outputs import OutputWatcher, watch
+from planner._apply.outputs import watch
 from planner._apply.plan_backend import (
+    Backend,
     OtherBranch,
     check_branches,
     different_op,
@@ -37,13 +37,11 @@ from planner._apply.size_expressions import number
 from planner._graph_capture.dynamo.stub_graphs import compiled_as_stubs
 from planner._graph_capture.errors import CaptureError
 from planner._graph_capture.garbage import give_back_freed_memory
-from planner._graph_capture.joint_graph.naming import name_modules, names_in_model
 from planner._graph_capture.joint_graph.symbolic_sizes import Values
 from planner._graph_capture.module_forward import Forward
 from planner._graph_capture.output_tensors import output_tensors
 from planner._graph_capture.step.symbolic_region import SymbolicRegion
 from planner._graph_capture.torch_compat import (
-    branches_of,
     compile_forward,
     differentiate_again,
     pass_absent_gradients,
@@ -125,34 +123,25 @@ class SymbolicCallable:
             args, partial(self.region.sizes.number, values=values))
 
 
-class SymbolicBackend(OutputWatcher):
+class SymbolicBackend(Backend):
     """The Dynamo backend that captures a model with symbolic sizes."""
 
     def __init__(self, model: nn.Module, cotangents: Sequence[bool]) -> None:
-        self._model, self._cotangents = ref(model), tuple(cotangents)
-        self.block = ""
-        self.running: nn.Module | None = None
+        super().__init__(model)
+        self._cotangents = tuple(cotangents)
         self.graphs: list[SymbolicCallable] = []
+        """The captured graphs: one, and those of sizes that torch specializes."""
         self.tensors: Mapping[str, torch.Tensor] = {}
         """Those among the arguments of the running call, by name."""
         self.dimensions: dict[str, dict[int, str]] = {}
         """Names of the sizes that are to be symbolic, by input and dimension."""
         self.used: Schedule | None = None
         """The schedule of the last call."""
-        self.compilations = self.planned_runs = 0
-        self.has_run = self.has_begun = self.is_trial = False
-        self.met_unplanned_gradient = False  # it is refused
         self.returned: Sequence[Any] = ()
         """Values that the graph has returned in a trial."""
 
     def __call__(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        branches = branches_of(module)
-        self.compilations += 1
-        model = self._model()
-        assert model is not None  # it is being called
-        if self.running is not None:
-            name_modules(module, self.running)
-        given = names_in_model(model, inputs)
+        branches, given = self._begin_compiling(module, inputs)
         of_call = {id(tensor): name for name, tensor in self.tensors.items()}
         called_with = [of_call.get(id(value)) for value in inputs]
 
@@ -190,15 +179,16 @@ class SymbolicBackend(OutputWatcher):
 class SymbolicCode(CompiledCode):
     """Compiled code of the model with symbolic sizes, under whatever schedule its graph has."""
 
+    backend: SymbolicBackend
+
     def __init__(self, model: nn.Module, cotangents: Sequence[bool], *,
                  returns_in_order: bool = False) -> None:
         """`returns_in_order`: it is taken that the graph returns what the model does, in its order;
         a trial raises `PlanMismatch` where it does not."""
-        backend = SymbolicBackend(model, cotangents)
-        super().__init__(type(model).__name__, backend)
+        super().__init__(type(model).__name__, SymbolicBackend(model, cotangents))
         self._paths = [self._compiled]
         """What is compiled of each path; that of the last call comes first."""
-        self._returns_in_order, self._symbolic = returns_in_order, backend
+        self._returns_in_order = returns_in_order
 
     def call_block(self, block: str, module: nn.Module, own: Forward | None, /, *args: Any,
                    **kwargs: Any) -> Any:
@@ -216,7 +206,7 @@ class SymbolicCode(CompiledCode):
             except OtherBranch:
                 if path is paths[-1]:
                     raise
-        returned, self._symbolic.returned = self._symbolic.returned, ()
+        returned, self.backend.returned = self.backend.returned, ()
         if self._returns_in_order and self.is_trial and [*map(id, returned)] != [
                 *map(id, output_tensors(output))]:
             raise PlanMismatch("the model returns other tensors than its graph, or in another "
@@ -227,37 +217,22 @@ class SymbolicCode(CompiledCode):
         """Compile the model's code anew in its next call."""
         self._compiled = {}
         self._paths = [self._compiled]
-        self._symbolic.graphs.clear()
-
-    @property
-    def dimensions(self) -> dict[str, dict[int, str]]:
-        """Names of the sizes that are to be symbolic, by input and dimension."""
-        return self._symbolic.dimensions
-
-    @property
-    def graphs(self) -> Sequence[SymbolicCallable]:
-        """The captured graphs: one, and those of sizes that torch specializes."""
-        return self._symbolic.graphs
-
-    @property
-    def used(self) -> Schedule | None:
-        """The schedule of the last call."""
-        return self._symbolic.used
+        self.backend.graphs.clear()
 
     def _compile(self) -> Callable[..., Any]:
-        return compile_forward(self._name, self._backend, dynamic=None)
+        return compile_forward(self._name, self.backend, dynamic=None)
 
     @contextlib.contextmanager
     def _marked_sizes(self, module: nn.Module, own: Forward | None, args: tuple[Any, ...],
                       kwargs: dict[str, Any]) -> Iterator[None]:
-        tensors = self._symbolic.tensors = input_tensors(module, own, args, kwargs)
+        tensors = self.backend.tensors = input_tensors(module, own, args, kwargs)
         try:
             with sizes_as_they_are((args, kwargs)), symbolic_dimensions([
-                    (tensor, sorted(self.dimensions.get(name, ())))
+                    (tensor, sorted(self.backend.dimensions.get(name, ())))
                     for name, tensor in tensors.items()]):
                 yield
         finally:
-            self._symbolic.tensors = {}
+            self.backend.tensors = {}
 
 
 class SizedCode(SymbolicCode):
@@ -269,7 +244,7 @@ class SizedCode(SymbolicCode):
         super().__init__(model, spec.regions[0].cotangents)
         self._spec, self._sizes = spec, spec.sizes
         for each in spec.sizes.dimensions:
-            self.dimensions.setdefault(each.input, {})[each.dimension] = each.size
+            self.backend.dimensions.setdefault(each.input, {})[each.dimension] = each.size
 
     def __call__(self, module: nn.Module, own: Forward | None, /, *args: Any, **kwargs: Any
                  ) -> Any:

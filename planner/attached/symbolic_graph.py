@@ -99,7 +99,7 @@ class SymbolicGraph(PlannedGraph):
         """Note which sizes of a call differ from those planned for: they are to be symbolic, and so
         are those `named`."""
         assert self.call is not None
-        mine, dimensions = self.call.sizes, self.code.dimensions
+        mine, dimensions = self.call.sizes, self.code.backend.dimensions
         for name, places in named.items():
             dimensions.setdefault(name, {}).update(places)
         for name, sizes in call.sizes.items():
@@ -128,7 +128,7 @@ class SymbolicGraph(PlannedGraph):
     def _serves_larger(self, region: SymbolicRegion, call: Call, larger: Call) -> bool:
         """True if the graph of a call is that of `larger` sizes, too."""
         for name, sizes in call.sizes.items():
-            places = self.code.dimensions.get(name, {})
+            places = self.code.backend.dimensions.get(name, {})
             for place, (mine, theirs) in enumerate(zip(sizes, larger.sizes[name], strict=True)):
                 if mine > theirs or (mine < theirs and places.get(place) not in region.same):
                     return False
@@ -147,13 +147,13 @@ class SymbolicGraph(PlannedGraph):
         return self.planner.earlier if self._is_for_more_sizes and self.planner else None
 
     def _named(self, sizes: Mapping[str, Sequence[int]]) -> dict[str, int]:
-        return {size: sizes[name][place] for name, places in self.code.dimensions.items()
+        return {size: sizes[name][place] for name, places in self.code.backend.dimensions.items()
                 for place, size in places.items()}
 
     def symbolic_step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> SymbolicStep:
         """The step of a call of the sizes that were chosen."""
         assert self.target is not None
-        return SymbolicStep.of(self.target.region, self.outputs, self.code.dimensions,
+        return SymbolicStep.of(self.target.region, self.outputs, self.code.backend.dimensions,
                                self._tensors_of(args, kwargs))
 
     def arguments_at(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -183,7 +183,7 @@ class SymbolicGraph(PlannedGraph):
 
         made = self.target.adopt(plan.spec, fits, instead=not self._is_for_more_sizes)
         self._is_for_more_sizes = False
-        self._plans = {each: self._plans[each] for target in self.code.graphs
+        self._plans = {each: self._plans[each] for target in self.code.backend.graphs
                        for each in target.schedules if each in self._plans}
         self._plans[made] = plan
 
@@ -194,8 +194,8 @@ class SymbolicGraph(PlannedGraph):
     def note_run(self) -> None:
         """Note that a call went well."""
         self.has_run = True
-        if self.code.used is not None:
-            self.plan = self._plans.get(self.code.used, self.plan)
+        if self.code.backend.used is not None:
+            self.plan = self._plans.get(self.code.backend.used, self.plan)
 
 
 def enlarged_arguments(tensors: Mapping[str, torch.Tensor], call: Call, args: tuple[Any, ...],
