@@ -231,7 +231,8 @@ class PlanBackend(Backend):
         earlier = self._spec, self._regions
         self._choose(spec, regions)
         try:
-            self._run_kept_code()
+            if self._code is not None:
+                self.run_kept(self._code)
             made = [(each, self._schedules(each)) for each in self._traced
                     if not each.sizes.symbols]
         except PlanMismatch:
@@ -375,14 +376,9 @@ class PlanBackend(Backend):
     def run_kept(self, code: TracedCode) -> None:
         """Run the regions' graphs in code that was compiled of the same graphs."""
         self._code = code
-        self._run_kept_code()
-
-    def _run_kept_code(self) -> None:
-        if self._code is None:
-            return
         blocks = {self._spec.regions[index].block for index in self._regions}
         known = {each.module: each for each in self._traced}
-        for graph in self._code.graphs:
+        for graph in code.graphs:
             if graph.block not in blocks:
                 continue
             if graph.region is None:

@@ -445,43 +445,38 @@ class PlanningForward(ObservingForward):
                        ) -> tuple[SymbolicGraph, Any] | None:
         """Run the step on a graph with symbolic sizes, planned for them where no plan serves them;
         returns the graph and the output, `None` where there is no such graph."""
-        with contextlib.nullcontext() if graph.has_run else watched(
-                None, f"tracing a training step of {self._name} with symbolic sizes"):
-            return self._on_symbolic_graph(graph, call, named, present, args, kwargs)
-
-    def _on_symbolic_graph(self, graph: SymbolicGraph, call: Call, named: NamedDimensions,
-                           present: Present, args: tuple[Any, ...], kwargs: dict[str, Any]
-                           ) -> tuple[SymbolicGraph, Any] | None:
         graph.note_sizes(call, named)
         before = None if self._served.get(call) is graph else (
             OutsideState(self.__self__, with_attributes=True))
-        for _ in range(_TRIES):
-            self._bring_up_to_date(graph, call, present, args, kwargs)
-            started = time.monotonic()
-            try:
-                with contextlib.nullcontext() if graph.has_run else graph.limit.kept():
-                    output = self._run(graph, args, kwargs, is_trial=not graph.has_run)
-            except SizesNotPlanned as unknown:
-                self._counts.planning_seconds += time.monotonic() - started
-                if before is not None:
-                    before.put_back()
+        with contextlib.nullcontext() if graph.has_run else watched(
+                None, f"tracing a training step of {self._name} with symbolic sizes"):
+            for _ in range(_TRIES):
+                self._bring_up_to_date(graph, call, present, args, kwargs)
+                started = time.monotonic()
                 try:
-                    self._plan_sizes(graph, unknown.graph, call, present, args, kwargs)
-                except CaptureError as error:
+                    with contextlib.nullcontext() if graph.has_run else graph.limit.kept():
+                        output = self._run(graph, args, kwargs, is_trial=not graph.has_run)
+                except SizesNotPlanned as unknown:
+                    self._counts.planning_seconds += time.monotonic() - started
+                    if before is not None:
+                        before.put_back()
+                    try:
+                        self._plan_sizes(graph, unknown.graph, call, present, args, kwargs)
+                    except CaptureError as error:
+                        self._symbolic.give_up(graph, call, error)
+                        return None
+                except InfeasibleBudget:
+                    raise
+                except Exception as error:  # whatever tracing the user's code raises
+                    if graph.has_run and not isinstance(error, PlanMismatch):
+                        raise
                     self._symbolic.give_up(graph, call, error)
                     return None
-            except InfeasibleBudget:
-                raise
-            except Exception as error:  # whatever tracing the user's code raises
-                if graph.has_run and not isinstance(error, PlanMismatch):
-                    raise
-                self._symbolic.give_up(graph, call, error)
-                return None
-            else:
-                graph.note_run()
-                if graph not in self.graphs:
-                    self.graphs.insert(0, graph)
-                return graph, output
+                else:
+                    graph.note_run()
+                    if graph not in self.graphs:
+                        self.graphs.insert(0, graph)
+                    return graph, output
         self._symbolic.give_up(graph, call, PlanMismatch(
             "the model's code takes another path in each run of the same step"))
         return None
