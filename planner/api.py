@@ -19,10 +19,9 @@ from planner._apply.call_signature import (
 )
 from planner._graph_capture.capture import CapturedStep, SymbolicStep, capture_step, trace_symbolic
 from planner._graph_capture.dynamo.blocks import REPEATED_BLOCKS, repeated_blocks
-from planner._graph_capture.dynamo.traced_code import TracedCode, keep_code
+from planner._graph_capture.dynamo.traced_code import keep_code
 from planner._graph_capture.fake_copies.fake import device_planned_for
 from planner._graph_capture.module_forward import own_forward
-from planner._graph_capture.op_costs.headroom import ProbeHeadroom
 from planner._graph_capture.optimizer.in_backward import EarlyGradients
 from planner._graph_capture.plain_step.loss import LossFn
 from planner.arguments.budget import Budget, parse_budget
@@ -245,7 +244,7 @@ def _captured(model: nn.Module, inputs: object, planning: Planning, progress: Pr
                          Callable[[CapturedStep, Planning], PreparedStep]]:
     """The captured step, the arguments with what wrappers around the model say, and the function
     that prepares the step, or one with other variants, to be planned.  `keeps_code`: as for
-    `capture_call`."""
+    `capture_step`."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {_kind(model)}; "
                         "a factory must be called first")
@@ -308,21 +307,11 @@ def symbolic_step(step: CapturedStep, model: nn.Module, args: tuple[Any, ...],
 
 def capture_call(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
                  planning: Planning, progress: Progress | None, *,
-                 answers: tuple[Any, ...] | None = None,
-                 larger_answers: tuple[Any, ...] | None = None, paths_vary: bool = False,
-                 most_runs: Mapping[str, int] | None = None,
-                 unknown_loss: LossFn | None = None,
-                 probe_headroom: ProbeHeadroom | None = None,
-                 symbolic: SymbolicStep | None = None,
-                 early: EarlyGradients | None = None, keeps_code: bool = False,
-                 code: TracedCode | None = None) -> CapturedStep:
-    """The step whose forward is `model(*args, **kwargs)`; `answers`: values of tensors that its
-    code asks for; `larger_answers`, `paths_vary`, `most_runs`: as for `capture_step`;
-    `unknown_loss`: what stands for a loss that was not given; `probe_headroom`: what running single
-    ops may take, where the model is being trained; `symbolic`: its graph, where that was captured
-    before with symbolic sizes; `early`: gradients that its loop uses and frees as they come;
-    `keeps_code`: what is compiled is kept for the model to run; `code`: what was kept before of the
-    same step."""
+                 unknown_loss: LossFn | None = None, early: EarlyGradients | None = None,
+                 **more: Any) -> CapturedStep:
+    """The step whose forward is `model(*args, **kwargs)`; `unknown_loss`: what stands for a loss
+    that was not given; `early`: gradients that its loop uses and frees as they come; `more`:
+    arguments of `capture_step` that are none of planning."""
     parallel, regions = planning.parallel, planning.regions
     if parallel is not None:
         regions = regions_of_rank(model, parallel, planning.regions)
@@ -347,22 +336,16 @@ def capture_call(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
         optimizer=planning.optimizer,
         accumulated=planning.accumulation > 1,
         regions=regions,
-        answers=answers,
-        larger_answers=larger_answers,
-        paths_vary=paths_vary, most_runs=most_runs,
         autocast=planning.autocast_dtype,
         holds_output=planning.hold_output,
         make_layout=None
         if parallel is None
         else lambda fake_copy: layout_of(model, fake_copy, parallel),
-        probe_headroom=probe_headroom,
         progress=progress,
         chunks=planning.chunks,
-        symbolic=symbolic,
         early=early,
         optimizer_in_backward=planning.optimizer_in_backward,
-        keeps_code=keeps_code,
-        code=code,
+        **more,
     )
 
 
