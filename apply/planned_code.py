@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
@@ -121,7 +122,7 @@ class CompiledCode:
         plain = (nullcontext() if self._is_compiled or self._is_of_blocks
                  else as_plain_code(partial(known_tensors, module, args, kwargs)))
         with (compile_settings(donated_buffers=self._is_compiled), plain,
-              self._marked_sizes(module, own, args, kwargs), self._entered()):
+              self._around_call(module, own, args, kwargs)):
             try:
                 output = self._compiled[trained](module, own, *args, **kwargs)
             except BackendCompilerFailed as error:
@@ -144,13 +145,10 @@ class CompiledCode:
     def _compile(self) -> Callable[..., Any]:
         return compile_forward(self._name, self.backend)
 
-    def _entered(self) -> AbstractContextManager[None]:
-        """Inside, what is compiled is compiled by this backend."""
-        return nullcontext()
-
-    def _marked_sizes(self, module: nn.Module, own: Forward | None, args: tuple[Any, ...],
-                      kwargs: dict[str, Any]) -> AbstractContextManager[None]:
-        """Inside, sizes of these arguments are marked as the code takes them."""
+    def _around_call(self, module: nn.Module, own: Forward | None, args: tuple[Any, ...],
+                     kwargs: dict[str, Any]) -> AbstractContextManager[None]:
+        """Inside, sizes of these arguments are marked as the code takes them, and what is compiled
+        is compiled by this backend."""
         return sizes_as_they_are((args, kwargs))
 
     def why_unplanned(self) -> str | None:
@@ -216,22 +214,13 @@ class PlannedCode(CompiledCode):
                                dynamic=None if self._sizes_vary else False)
 
     @contextlib.contextmanager
-    def _marked_sizes(self, module: nn.Module, own: Forward | None, args: tuple[Any, ...],
-                      kwargs: dict[str, Any]) -> Iterator[None]:
-        with (super()._marked_sizes(module, own, args, kwargs),
-              varying_sizes() if self._sizes_vary else nullcontext()):
+    def _around_call(self, module: nn.Module, own: Forward | None, args: tuple[Any, ...],
+                     kwargs: dict[str, Any]) -> Iterator[None]:
+        with (super()._around_call(module, own, args, kwargs),
+              varying_sizes() if self._sizes_vary else nullcontext(),
+              nullcontext() if self._traced is None else
+              mock.patch.object(self._traced, "backend", self.backend)):
             yield
-
-    @contextlib.contextmanager
-    def _entered(self) -> Iterator[None]:
-        if self._traced is None:
-            yield
-            return
-        before, self._traced.backend = self._traced.backend, self.backend
-        try:
-            yield
-        finally:
-            self._traced.backend = before
 
 
 def is_exchangeable(spec: RewriteSpec) -> bool:

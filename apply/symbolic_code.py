@@ -223,8 +223,8 @@ class SymbolicCode(CompiledCode):
         return compile_forward(self._name, self.backend, dynamic=None)
 
     @contextlib.contextmanager
-    def _marked_sizes(self, module: nn.Module, own: Forward | None, args: tuple[Any, ...],
-                      kwargs: dict[str, Any]) -> Iterator[None]:
+    def _around_call(self, module: nn.Module, own: Forward | None, args: tuple[Any, ...],
+                     kwargs: dict[str, Any]) -> Iterator[None]:
         tensors = self.backend.tensors = input_tensors(module, own, args, kwargs)
         try:
             with sizes_as_they_are((args, kwargs)), symbolic_dimensions([
