@@ -237,7 +237,7 @@ class PlanBackend(Backend):
                     if not each.sizes.symbols]
         except PlanMismatch:
             made = None
-        if made is None or not (made or self._any_size):
+        if made is None or not self._traced:
             self._choose(*earlier)
             return False
         for each in self._traced:
