@@ -24,6 +24,10 @@ class DataDependentValue(CaptureError):
     """Description of the request and its place in the code."""
 
 
+class OtherOutputs(CaptureError):
+    """The model returns another number of tensors than in the call whose loss was observed."""
+
+
 class UnsupportedTorch(PlannerError, ImportError):
     """The installed torch lacks or has changed an internal that this package needs; the message
     names it."""

@@ -43,6 +43,7 @@ from planner._graph_capture.torch_compat import (
     fake_tensor,
     has_discrete_values,
     is_small_input,
+    is_zero_tensor,
     may_be_known,
     no_active_modes,
     of_class,
@@ -411,7 +412,8 @@ def storage_less_storage(size_bytes: int, device: torch.device = _CPU) -> torch.
 
 def is_storage_less(tensor: torch.Tensor) -> bool:
     """True if the tensor's storage is one of `storage_less_storage`."""
-    return zeros_on(tensor.device).holds(tensor.untyped_storage().data_ptr())
+    return not is_zero_tensor(tensor) and zeros_on(tensor.device).holds(
+        tensor.untyped_storage().data_ptr())
 
 
 class StorageLessCopier(FakeCopier):

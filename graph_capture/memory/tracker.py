@@ -40,6 +40,7 @@ from planner._graph_capture.torch_compat import (
     OpOverload,
     active_modes,
     bytes_made_before,
+    is_zero_tensor,
     next_node_number,
     running_node_number,
     runs_its_own_ops,
@@ -224,7 +225,8 @@ class MemoryTracker(InfraMode):
                 self._follow(tensor)
 
     def _follow(self, tensor: torch.Tensor) -> None:
-        if tensor.device.type != self._trace_device.type or tensor.layout is not torch.strided:
+        if (tensor.device.type != self._trace_device.type or tensor.layout is not torch.strided
+                or is_zero_tensor(tensor)):
             return
         key = storage_key(tensor)
         if key not in self._number_of and key not in self._resident:

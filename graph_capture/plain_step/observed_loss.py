@@ -33,6 +33,7 @@ from typing import Any
 
 import torch
 
+from planner._graph_capture.errors import OtherOutputs
 from planner._graph_capture.fake_copies.storage_less import is_storage_less
 from planner._graph_capture.memory.allocator import allocated_bytes
 from planner._graph_capture.memory.tracker import MemoryTracker, Workspace
@@ -397,6 +398,9 @@ class ReplayedLoss:
         if len(tensors) != len(seen.outputs):  # a key-value cache, which no planned step makes
             cached = {*map(id, output_tensors(getattr(output, "past_key_values", None)))}
             tensors = [each for each in tensors if id(each) not in cached]
+        if len(tensors) != len(seen.outputs):
+            raise OtherOutputs(f"the model returned {len(seen.outputs)} tensors in the call whose "
+                               f"loss was observed, and returns {len(tensors)} now")
         # Released tensors are still alive while the loss is computed.
         there_bytes = sum({storage_key(tensor): tensor.untyped_storage().nbytes()
                            for tensor, gradient in zip(tensors, seen.outputs, strict=True)

@@ -123,6 +123,11 @@ def no_saved_tensors_hooks() -> Iterator[bool]:
             torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)
 
 
+def is_zero_tensor(tensor: torch.Tensor) -> bool:
+    """True for the zeros of forward-mode differentiation, which have no memory, and no address."""
+    return bool(tensor._is_zerotensor())
+
+
 def runs_in_backward() -> bool:
     """True inside of autograd's engine."""
     return torch._C._current_graph_task_id() != -1

@@ -140,8 +140,8 @@ REQUIRED: dict[str, tuple[str, ...]] = {
              "SubclassGetAttrAOTOutput(base=, attr=)"),
     ),
     "memory": (
-        *_of("torch.Tensor", "_backward_hooks", "_make_subclass", "_post_accumulate_grad_hooks",
-             "_use_count"),
+        *_of("torch.Tensor", "_backward_hooks", "_is_zerotensor", "_make_subclass",
+             "_post_accumulate_grad_hooks", "_use_count"),
         "torch.UntypedStorage._cdata",
         "torch._is_functional_tensor",
         "torch._ops.OpOverload",

@@ -43,7 +43,7 @@ from planner._apply.errors import PlanMismatch
 from planner._apply.plan_backend import LargerSizes
 from planner._apply.planned_forward import can_be_pickled
 from planner._apply.symbolic_code import SizesNotPlanned, SymbolicCallable
-from planner._graph_capture.errors import CaptureError
+from planner._graph_capture.errors import CaptureError, OtherOutputs
 from planner._graph_capture.model_state import ModelState
 from planner._graph_capture.module_forward import Forward, in_place_of_forward
 from planner._graph_capture.output_tensors import output_tensors
@@ -563,7 +563,7 @@ class PlanningForward(ObservingForward):
             graph.lives = self._expected_output(planner)
             replaced = next(filter(graph.may_replace, self.graphs), None)
             if replaced is not None:
-                graph.code = replaced.code  # it is traced once for all sizes
+                graph.take_code(replaced)
             self._look_outside(graph, args, kwargs)
             self._plan(graph, self._known(graph, present), call, args, kwargs)
             watch.conclude(f": {summarize(graph.plan)}")
@@ -625,7 +625,10 @@ class PlanningForward(ObservingForward):
             call = graph.call
         with self._planning() as watch:
             if known is not None and needs_capture:
-                planner.capture_again(self.__self__, args, kwargs, known)
+                try:
+                    planner.capture_again(self.__self__, args, kwargs, known)
+                except OtherOutputs:
+                    return  # values decide what it returns: this call is another graph's
             self._plan(graph, known, call, args, kwargs)
             watch.conclude(f": {summarize(graph.plan)}")
 

@@ -87,6 +87,25 @@ class WithContext(nn.Module):
             return self.run(x)
 
 
+class Exiting(nn.Module):
+    """Returns what each of its blocks predicts, up to one that values choose."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(Sometimes() for _ in range(4))
+        self.heads = nn.ModuleList(nn.Linear(32, 1) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> list[torch.Tensor]:
+        found = []
+        for block, head in zip(self.blocks, self.heads, strict=True):
+            x = block(x)
+            found.append(head(x))
+            if torch.rand(1) < 0.3:
+                break
+        return found
+
+
 def train(net: nn.Module, gates: list[int]) -> list[float]:
     losses, optimizer = [], torch.optim.SGD(net.parameters(), lr=0.1)
     x = torch.randn(64, 32, generator=torch.Generator().manual_seed(1))
@@ -107,6 +126,27 @@ def test_values_may_decide_inside_of_a_context():
     torch.manual_seed(0)
     assert train(net, [1] * 5) == expected
     assert planner.status(net).planned_steps == 5
+
+
+@pytest.mark.slow
+def test_values_may_decide_how_many_outputs_there_are():
+    x = torch.randn(64, 32)
+    losses: dict[bool, list[float]] = {}
+    for is_planned in (False, True):
+        net = Exiting()
+        if is_planned:
+            planner.within(net, "90%", time_limit=1)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        losses[is_planned] = []
+        for step in range(8):
+            torch.manual_seed(step)
+            loss = torch.stack([each.square().mean() for each in net(x)]).sum()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses[is_planned].append(loss.item())
+    assert losses[True] == losses[False]
+    assert planner.status(net).planned_steps == 8
 
 
 @pytest.mark.slow

@@ -292,3 +292,24 @@ def test_what_a_batch_that_is_gone_decides_is_remembered():
     for _ in range(2):
         step()
     assert planner.plan_of(net).baseline_peak_bytes == pytest.approx(resident + plain, rel=0.01)
+
+
+def test_a_loss_may_differentiate_forward():
+    """Its tangents of zeros have no memory."""
+    def make() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(32, 256), nn.GELU(), nn.Linear(256, 8))
+
+    def train(net: nn.Module) -> list[float]:
+        losses = []
+        generator = torch.Generator().manual_seed(0)
+        for _ in range(2):
+            output = net(torch.randn(64, 32, generator=generator))
+            curvature = torch.func.hessian(lambda x: x.sin().sum())(output.detach().mean(0))
+            loss = output.square().mean() * curvature.square().sum()
+            loss.backward()
+            losses.append(loss.item())
+            net.zero_grad()
+        return losses
+
+    assert train(planner.within(make(), "90%", time_limit=1)) == train(make())
