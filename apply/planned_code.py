@@ -12,6 +12,7 @@ from unittest import mock
 import torch
 from torch import nn
 
+from planner._apply.call_signature import input_tensors
 from planner._apply.errors import PlanMismatch
 from planner._apply.plan_backend import Fallback, PlanBackend
 from planner._apply.rewrite_spec import RewriteSpec
@@ -26,6 +27,7 @@ from planner._graph_capture.torch_compat import (
     compile_settings,
     pytree,
     sizes_as_they_are,
+    symbolic_dimensions,
     uncompiled_operations,
     varying_sizes,
 )
@@ -183,6 +185,9 @@ class PlannedCode(CompiledCode):
         # Code that runs several times in a step has a schedule for each time.
         self.backend.is_exchangeable = may_exchange or (
             is_exchangeable(spec) and len(set(blocks)) < len(blocks))
+        self.varying: dict[str, set[int]] = {}
+        """Dimensions of inputs of the model that have had several sizes: they are symbolic, also in
+        the first call of another size."""
         self._traced = traced
         if traced is not None:
             self.backend.run_kept(traced)
@@ -216,7 +221,10 @@ class PlannedCode(CompiledCode):
     @contextlib.contextmanager
     def _around_call(self, module: nn.Module, own: Forward | None, args: tuple[Any, ...],
                      kwargs: dict[str, Any]) -> Iterator[None]:
+        tensors = input_tensors(module, own, args, kwargs) if self.varying else {}
         with (super()._around_call(module, own, args, kwargs),
+              symbolic_dimensions([(tensor, sorted(self.varying.get(name, ())))
+                                   for name, tensor in tensors.items()]),
               varying_sizes() if self._sizes_vary else nullcontext(),
               nullcontext() if self._traced is None else
               mock.patch.object(self._traced, "backend", self.backend)):

@@ -127,6 +127,16 @@ class PlannedGraph:
                 and smaller.call.without_sizes == self.call.without_sizes
                 and smaller.call.may_be_served_as(self.call))
 
+    def take_code(self, smaller: PlannedGraph) -> None:
+        """Run by the code of a smaller graph, which is traced once for all sizes."""
+        assert self.call is not None and smaller.call is not None
+        self.code = smaller.code
+        if isinstance(self.code, PlannedCode):
+            for name, sizes in smaller.call.sizes.items():
+                self.code.varying.setdefault(name, set()).update(
+                    place for place, (mine, theirs) in enumerate(
+                        zip(self.call.sizes[name], sizes, strict=True)) if mine != theirs)
+
     def take_larger(self) -> bool:
         """Run larger sizes, which values decide, under the plan's schedule, too; return whether
         that is possible and new."""
