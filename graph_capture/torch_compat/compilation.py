@@ -45,6 +45,8 @@ from torch._dynamo.polyfills.builtins import enumerate as _traced_enumerate
 from torch._dynamo.symbolic_convert import InstructionTranslatorBase
 from torch._dynamo.types import FrameAction, FrameExecStrategy
 from torch._dynamo.variables import ConstantVariable
+from torch._dynamo.variables.base import VariableTracker
+from torch._dynamo.variables.builtin import BuiltinVariable
 from torch._dynamo.variables.lists import TupleVariable
 from torch._dynamo.variables.misc import GetAttrVariable
 from torch._dynamo.variables.tensor import TensorVariable
@@ -190,6 +192,7 @@ def compile_settings(*, donated_buffers: bool = False) -> Iterator[None]:
         mock.patch.object(nn.ModuleList, "__iter__", _over_tuple),
         mock.patch.object(nn.Sequential, "__iter__", _over_tuple),
         mock.patch.object(_traced_enumerate, "__torch_dynamo_polyfill__", _enumerate),
+        mock.patch.object(BuiltinVariable, "call_zip", _zip),
         # torch 2.11 cannot log a set of functions; where a graph breaks, code runs as written.
         _quiet("torch._dynamo.metrics_context", "torch._dynamo.exc"),
     ):
@@ -211,6 +214,22 @@ def _enumerate(iterable: Any, start: int = 0) -> Any:
     if isinstance(iterable, list | tuple | nn.ModuleList | nn.Sequential):
         return iter(tuple(zip(range(start, start + len(iterable)), iterable, strict=True)))
     return _plain_enumerate(iterable, start)
+
+
+_plain_zip = BuiltinVariable.call_zip
+
+
+def _zip(builtin: Any, translator: Any, *args: Any, **kwargs: Any) -> Any:
+    """Dynamo's `zip`; code that goes on behind a graph break cannot take one."""
+    zipped = _plain_zip(builtin, translator, *args, **kwargs)
+    if not args or not all(issubclass(each.python_type(), _SEQUENCES) for each in args):
+        return zipped
+    for convert in (tuple, iter):
+        zipped = VariableTracker.build(translator, convert).call_function(translator, [zipped], {})
+    return zipped
+
+
+_SEQUENCES = (list, tuple, range, nn.ModuleList, nn.Sequential)
 
 
 _may_loop = InstructionTranslatorBase.maybe_has_backedge

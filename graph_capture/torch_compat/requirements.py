@@ -44,6 +44,8 @@ REQUIRED: dict[str, tuple[str, ...]] = {
         "torch._dynamo.polyfills.builtins.enumerate.__torch_dynamo_polyfill__",
         "torch._dynamo.symbolic_convert.InstructionTranslatorBase.maybe_has_backedge(self)",
         "torch._dynamo.variables.ConstantVariable.create(value)",
+        "torch._dynamo.variables.base.VariableTracker.build(tx, value)",
+        "torch._dynamo.variables.builtin.BuiltinVariable.call_zip",
         "torch._dynamo.variables.lists.TupleVariable",
         "torch._dynamo.variables.misc.GetAttrVariable.call_method(self, tx, name, args, kwargs)",
         "torch._dynamo.variables.tensor.TensorVariable",

@@ -48,7 +48,7 @@ from planner._graph_capture.dynamo.blocks import (
     repeated_blocks,
 )
 from planner._graph_capture.dynamo.traced_code import TracedCode
-from planner._graph_capture.errors import CaptureError, DataDependentValue
+from planner._graph_capture.errors import CaptureError, DataDependentValue, OtherOutputs
 from planner._graph_capture.fake_copies.data_dependent_values import (
     data_dependent_values,
     with_larger_selections,
@@ -504,8 +504,11 @@ class GraphPlanner:
         """The plan for a call, all of whose step is known or some of it assumed; raises
         `InfeasibleBudget`.  A model that does not fit by blocks, though it needs not be
         captured so, is captured again as a whole, and a step that does not fit with larger
-        selections again with its own."""
+        selections again with its own.  One whose code breaks at values, and does not fit as a
+        whole, is captured by its blocks."""
         make = self._provisional_plan if is_provisional else self._final_plan
+        may_be_by_blocks = (self.has_control_flow and not self._paths_vary
+                            and bool(repeated_blocks(model)))
         if self.chose_blocks or self.selects_more or self._paths_vary:
             with suppress(InfeasibleBudget):
                 self._last = plan = make(known)
@@ -517,7 +520,19 @@ class GraphPlanner:
             self._capture(model, args, kwargs, self._planning)
             if not is_provisional and self.needs_capture_for(known):
                 self.capture_again(model, args, kwargs, known)
-        self._last = plan = make(known)
+        try:
+            self._last = plan = make(known)
+        except InfeasibleBudget as refusal:
+            if not may_be_by_blocks:
+                raise
+            self._paths_vary = True
+            try:
+                self._capture(model, args, kwargs, self._planning)
+                if not is_provisional and self.needs_capture_for(known):
+                    self.capture_again(model, args, kwargs, known)
+            except OtherOutputs:  # values decide what this call returns
+                raise refusal from None
+            self._last = plan = make(known)
         return plan
 
     def _final_plan(self, known: Known) -> Plan:

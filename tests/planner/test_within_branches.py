@@ -149,6 +149,52 @@ def test_values_may_decide_how_many_outputs_there_are():
     assert planner.status(net).planned_steps == 8
 
 
+class Logging(nn.Module):
+    """Reads a value behind each of its layers, which are torch's own; torch gives up on a loop over
+    a generator, if `is_lazy`."""
+
+    def __init__(self, *, is_lazy: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.is_lazy = is_lazy
+        self.layers = nn.ModuleList(
+            nn.TransformerEncoderLayer(32, 4, 64, 0.1, batch_first=True) for _ in range(4))
+        self.heads = nn.ModuleList(nn.Linear(32, 1) for _ in range(4))
+        self.norms: list[float] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        loss = 0.0
+        pairs = zip(self.layers, self.heads, strict=True)
+        for layer, head in (pair for pair in pairs) if self.is_lazy else pairs:
+            x = layer(x)
+            loss = loss + head(x).square().mean()
+            self.norms.append(x.norm().item())
+        return loss
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_lazy", [False, True])
+def test_layers_of_torch_between_which_values_are_read_are_planned(is_lazy: bool):
+    """By their blocks, if as a whole torch runs them as they are written."""
+    losses = []
+    for budget in ("", "60%"):
+        net = Logging(is_lazy=is_lazy)
+        if budget:
+            planner.within(net, budget, time_limit=1)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        for step in range(3):
+            torch.manual_seed(step)
+            loss = net(torch.randn(16, 32, 32))
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+    assert losses[:3] == losses[3:]
+    status = planner.status(net)
+    assert status.plan.limited_bytes <= status.budget_bytes
+    assert len(status.plan.spec.blocks) == (4 if is_lazy else 0)
+
+
 @pytest.mark.slow
 def test_a_branch_with_nothing_to_compile_at_first_is_planned_when_it_does_more():
     plain = Gated()
