@@ -118,9 +118,11 @@ class PlannedGraph:
             code.compare_with(earlier)
 
     def may_replace(self, smaller: PlannedGraph) -> bool:
-        """True if its plan will serve all calls of a smaller graph, by the code of that one."""
+        """True if its plan will serve all calls of a smaller graph, by the code of that one; not if
+        both keep memory at the same time, where each is to count its own."""
         planner, other = self.planner, smaller.planner
-        return (planner is not None and other is not None and planner.sizes_vary
+        return (planner is not None and other is not None and smaller not in self.companions
+                and planner.sizes_vary
                 and other.sizes_vary and not planner.has_control_flow
                 and not other.has_control_flow and self.call is not None
                 and smaller.call is not None

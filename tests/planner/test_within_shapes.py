@@ -602,3 +602,20 @@ def test_regions_of_smaller_sizes_are_compiled_once():
         assert_same_gradients(model, plain)
     status = planner.status(model)
     assert (status.planned_steps, status.plans) == (6, 2)
+
+
+@pytest.mark.slow
+def test_regions_of_larger_sizes_run_by_the_code_of_smaller_ones():
+    torch.manual_seed(0)
+    plain = Broken()
+    model = planner.within(copy.deepcopy(plain), "70%", time_limit=1)
+    compiled = []
+    for length in (32, 48, 40, 64, 56, 80, 17, 80):
+        step_of_both(plain, model, length)
+        assert_same_gradients(model, plain)
+        graph, = forward_override(model).graphs
+        compiled.append(graph.code.compilations)
+    assert len(set(compiled[1:])) == 1
+    status = planner.status(model)
+    assert status.planned_steps == 8
+    assert status.plan.limited_bytes <= status.budget_bytes
