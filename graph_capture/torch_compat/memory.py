@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -322,12 +323,13 @@ class GradientsInPlace:
     refers to it and its storage; the gradient of `gather` is scattered into zeros.  For tensors of
     a subclass, such as fake ones, or under a dispatch mode, both always make another tensor
     (`torch/csrc/autograd/input_buffer.cpp` and `isTensorSubclassLike`).  The reference counts,
-    `Tensor._use_count` and `torch._C._storage_Use_Count`, show if there is no other reference.
-    Their values in that case depend on the version, so they are read from known gradients, of fake
-    and of plain tensors.
+    `Tensor._use_count`, `torch._C._storage_Use_Count` and Python's, show if there is no other
+    reference.  Their values in that case depend on the version, so they are read from known
+    gradients, of fake and of plain tensors.  Of several modes the outermost decides: to the others
+    its own references look like those of somebody else.
     """
 
-    _alone: dict[tuple[type, OpOverload], tuple[int, int]] | None = None
+    _alone: dict[tuple[type, OpOverload], tuple[int, int, int]] | None = None
 
     def __init__(self) -> None:
         if GradientsInPlace._alone is None:
@@ -355,15 +357,16 @@ class GradientsInPlace:
         return written if is_alone and is_alike else func
 
 
-def use_counts(tensor: Any) -> tuple[int, int]:
-    """Reference counts of a tensor and of its storage."""
-    return tensor._use_count(), torch._C._storage_Use_Count(storage_key(tensor))
+def use_counts(tensor: Any) -> tuple[int, int, int]:
+    """Reference counts of a tensor, of its storage and of its Python object."""
+    return (tensor._use_count(), torch._C._storage_Use_Count(storage_key(tensor)),
+            sys.getrefcount(tensor))
 
 
 class _CountsOfGradients(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
-        self.seen: dict[OpOverload, tuple[int, int]] = {}
+        self.seen: dict[OpOverload, tuple[int, int, int]] = {}
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func in _IN_PLACE:
@@ -376,7 +379,7 @@ class _CountsOfGradients(TorchDispatchMode):
 
 
 @undisturbed_autograd()
-def _counts_of_gradients_held_by_autograd_alone() -> dict[OpOverload, tuple[int, int]]:
+def _counts_of_gradients_held_by_autograd_alone() -> dict[OpOverload, tuple[int, int, int]]:
     with torch.enable_grad():
         x = torch.empty(3, requires_grad=True)
         hidden = x.exp()

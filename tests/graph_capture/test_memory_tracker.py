@@ -25,3 +25,31 @@ def test_a_copy_counts_where_autograd_does_not_divide_the_op_that_makes_it():
         copies = [x.to(torch.float64), x.t().reshape(8)]
     assert tracker.live_bytes == sum(tensor.nbytes for tensor in copies)
     del views
+
+
+class Keeping(torch.autograd.Function):
+    """Keeps the gradient that it returns."""
+
+    @staticmethod
+    def forward(ctx, x, kept):
+        ctx.kept = kept
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        ctx.kept.append(gradient * 2)
+        return ctx.kept[-1], None
+
+
+def test_no_gradient_is_summed_into_one_that_somebody_keeps():
+    x = torch.ones(4, requires_grad=True)
+    hidden = x.exp()
+    kept: list[torch.Tensor] = []
+    total = hidden.sin().sum() + Keeping.apply(hidden, kept).sum() + hidden.cos().sum()
+    last = Keeping.apply(hidden, kept)  # its gradient arrives first, and others are added to it
+    with MemoryTracker(lambda *call: 0, device=CPU, trace_device=CPU, resident=[x]):
+        (total + last.sum()).backward()
+    assert all(torch.equal(each, torch.full((4,), 2.0)) for each in kept)
+    hidden = x.detach().exp()
+    expected = hidden * (hidden.cos() - hidden.sin() + 4)
+    torch.testing.assert_close(x.grad, expected)
