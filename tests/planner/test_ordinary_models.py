@@ -3,6 +3,7 @@ every step within the budget; or an error that says the way out."""
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 import planner
 from tests.support.trained_within import check, train
+from tests.support.training import assert_same_gradients
 
 
 class Recurrent(nn.Module):
@@ -60,6 +62,33 @@ class Padded(Recurrent):
 def test_the_way_out_of_a_packed_sequence():
     check(lambda: Padded("GRU"), (torch.arange(32 * 6).view(32, 6) % 50,
                                   torch.arange(32) % 6 + 1), 0.85)
+
+
+class PreNorm(nn.Module):
+    """Its normalized input goes three times into the attention of torch's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList(nn.LayerNorm(32) for _ in range(2))
+        self.attention = nn.MultiheadAttention(32, 4, batch_first=True)
+        self.wide = nn.Sequential(nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 32))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.norms[0](x)
+        x = x + self.attention(hidden, hidden, hidden, need_weights=False)[0]
+        return x + self.wide(self.norms[1](x))
+
+
+def test_gradients_of_the_first_step_which_is_watched():
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Embedding(100, 32), *(PreNorm() for _ in range(3)), nn.Linear(32, 100))
+    model = planner.within(copy.deepcopy(plain), "60%", time_limit=1)
+    ids = torch.randint(100, (16, 32))
+    for _ in range(2):
+        for each in (plain, model):
+            each.zero_grad()
+            nn.functional.cross_entropy(each(ids).flatten(0, 1), ids.flatten()).backward()
+        assert_same_gradients(model, plain)
 
 
 class Messages(nn.Module):
