@@ -616,14 +616,16 @@ class PlanningForward(ObservingForward):
         if known is None and graph.serves(self._assumed(graph)):
             return
         needs_capture = known is not None and planner.needs_capture_for(known)
-        if needs_capture and call != graph.call:
-            if graph.has_control_flow or graph.call is None:
-                return
-            # A call of its own sizes, which none of this one's exceeds, may never come again.
-            args, kwargs = enlarged_arguments(input_tensors(
-                self.__self__, self.inner, args, kwargs), graph.call, args, kwargs)
-            call = graph.call
+        is_smaller = needs_capture and call != graph.call
+        if is_smaller and (planner.has_control_flow or graph.call is None):
+            return
         with self._planning() as watch:
+            if is_smaller:
+                # A call of its own sizes, which none of this one's exceeds, may never come again.
+                assert graph.call is not None
+                call = graph.call
+                args, kwargs = enlarged_arguments(input_tensors(
+                    self.__self__, self.inner, args, kwargs), call, args, kwargs)
             if known is not None and needs_capture:
                 try:
                     planner.capture_again(self.__self__, args, kwargs, known)

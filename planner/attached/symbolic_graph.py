@@ -33,6 +33,7 @@ from planner._graph_capture.step.symbolic_region import NamedDimensions, Symboli
 from planner._graph_capture.torch_compat import (
     TraceLimit,
     extents_of_whole,
+    may_be_known,
     no_active_modes,
     pytree,
     runs_again,
@@ -217,9 +218,10 @@ def enlarged_arguments(tensors: Mapping[str, torch.Tensor], call: Call, args: tu
 
 
 def _enlarged(tensor: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
-    """A tensor that is at least as large in each dimension, without values of its own: a slice of
-    the same storage where that has room for it, as one long tensor that all batches are slices of
-    does, else one that leaves out as much of a storage of its own."""
+    """A tensor that is at least as large in each dimension: a slice of the same storage where that
+    has room for it, as one long tensor that all batches are slices of does, else one that leaves
+    out as much of a storage of its own.  Values that code may decide by are repeated there, so that
+    a mask of ones stays one."""
     strides = list(tensor.stride())
     extents = extents_of_whole(tensor)
     for (inner, extent), (outer, _) in pairwise(extents):
@@ -229,9 +231,17 @@ def _enlarged(tensor: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
     outermost, offset = extents[-1][0], tensor.storage_offset()
     last = offset + sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))
     whole = tensor.detach()
+    values: torch.Tensor | None = None
     if last * tensor.element_size() >= tensor.untyped_storage().nbytes():
         whole, offset = whole.new_empty(max(1, strides[outermost] * sizes[outermost])), 0
-    return whole.as_strided(sizes, strides, offset).requires_grad_(tensor.requires_grad)
+        values = tensor.detach() if may_be_known(tensor) and tensor.numel() else None
+    enlarged = whole.as_strided(sizes, strides, offset)
+    if values is not None:
+        for place, size in enumerate(sizes):
+            repeated = torch.arange(size, device=values.device) % values.size(place)
+            values = values.index_select(place, repeated)
+        enlarged.copy_(values)
+    return enlarged.requires_grad_(tensor.requires_grad)
 
 
 def _differing_sizes(call: Call, graph: PlannedGraph) -> int:

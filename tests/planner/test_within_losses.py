@@ -276,12 +276,14 @@ class Padding(nn.Module):
         return {"loss": narrow.square().mean(), "features": narrow}
 
 
-def test_what_a_batch_that_is_gone_decides_is_remembered():
+@pytest.mark.parametrize("rows", [(512, 512), (512, 256)], ids=["same", "smaller"])
+def test_what_a_batch_that_is_gone_decides_is_remembered(rows):
     net = Padding()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
 
-    def step() -> None:  # The batch goes with the step, and the features before its backward.
-        loss = net(torch.randn(512, 32), torch.ones(512, dtype=torch.bool))["loss"]
+    def step(rows: int = 512) -> None:
+        # The batch goes with the step, and the features before its backward.
+        loss = net(torch.randn(rows, 32), torch.ones(rows, dtype=torch.bool))["loss"]
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -289,8 +291,9 @@ def test_what_a_batch_that_is_gone_decides_is_remembered():
     resident = sum(p.nbytes for p in net.parameters())
     plain = record_stages([step] * 2)[1].peak_bytes
     planner.within(net, "90%", time_limit=1)
-    for _ in range(2):
-        step()
+    for each in rows:
+        step(each)
+    # Of the largest batch, also where a smaller one is planned for it.
     assert planner.plan_of(net).baseline_peak_bytes == pytest.approx(resident + plain, rel=0.01)
 
 
