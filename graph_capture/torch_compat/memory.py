@@ -348,17 +348,20 @@ class GradientsInPlace:
         if written is None or torch.is_grad_enabled() or not runs_in_backward() or not all(
                 isinstance(arg, torch.Tensor) for arg in (args[0], args[-1])):
             return func
+        counts = _counts_of_first(args)  # before anything here refers to it
         held, added = args[0], args[-1]
         assert GradientsInPlace._alone is not None
         is_alone = (type(held) is type(added) and held.dtype == added.dtype and is_dense(held)
-                    and use_counts(held) == GradientsInPlace._alone.get((type(held), func)))
+                    and counts == GradientsInPlace._alone.get((type(held), func)))
         is_alike = func is not torch.ops.aten.add.Tensor or (
             len(args) == 2 and held.shape == added.shape)
         return written if is_alone and is_alike else func
 
 
-def use_counts(tensor: Any) -> tuple[int, int, int]:
-    """Reference counts of a tensor, of its storage and of its Python object."""
+def _counts_of_first(args: tuple[Any, ...]) -> tuple[int, int, int]:
+    """Reference counts of the first argument, a tensor: its own, its storage's and its Python
+    object's."""
+    tensor = args[0]
     return (tensor._use_count(), torch._C._storage_Use_Count(storage_key(tensor)),
             sys.getrefcount(tensor))
 
@@ -370,12 +373,8 @@ class _CountsOfGradients(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func in _IN_PLACE:
-            self._note(func, args)
+            self.seen[func] = _counts_of_first(args)
         return func(*args, **(kwargs or {}))
-
-    def _note(self, func: OpOverload, args: tuple[torch.Tensor, ...]) -> None:
-        held, _ = args[0], args[-1]  # two references, as in `GradientsInPlace.op_for`
-        self.seen[func] = use_counts(held)
 
 
 @undisturbed_autograd()
