@@ -56,11 +56,33 @@ from planner._graph_capture.torch_compat import (
     mark_as_parameter,
     no_subclass_functions,
     pytree,
+    spanned_elements,
     storage_key,
     tensor_clone,
     tensor_in_storage,
 )
 from planner._graph_capture.training_graph import ResidentMemory
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class KeptValues:
+    """The values of a tensor in memory that is not torch's, so that they count for no step."""
+
+    data: bytearray
+    dtype: torch.dtype
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> KeptValues:
+        """The values of a tensor that is not empty."""
+        reached = tensor.detach().as_strided((spanned_elements(tensor),), (1,)).cpu()
+        return cls(bytearray(reached.view(torch.uint8).numpy().tobytes()), tensor.dtype,
+                   tuple(tensor.size()), tensor.stride())
+
+    def tensor(self) -> torch.Tensor:
+        """A tensor with them."""
+        return torch.frombuffer(self.data, dtype=self.dtype).as_strided(self.size, self.stride)
 
 
 @dataclass(frozen=True, eq=False)
@@ -107,15 +129,16 @@ class FakeCopy:
     """Replaces the kernels of an absent `device`; `None`: torch chooses."""
     copied: FakeCopy | None = None
     """The fake copy that this is a storage-less copy of."""
-    kept: dict[int, torch.Tensor] = field(default_factory=dict)
-    """Copies of inputs that the model's code decides by, by identity of their fake copies."""
+    kept: dict[int, KeptValues] = field(default_factory=dict)
+    """Values of inputs that the model's code decides by, by identity of their fake copies."""
 
     def originals(self) -> dict[int, torch.Tensor]:
         """The tensors of the user's by identity of their fake copies; of inputs that are gone,
         copies, if they were kept."""
         behind = {} if self.copied is None else self.copied.originals()
-        return self.kept | {id(fake): behind.get(id(original), original)
-                            for original, fake in self.fake_of.items()}
+        kept = {fake: values.tensor() for fake, values in self.kept.items()}
+        return kept | {id(fake): behind.get(id(original), original)
+                       for original, fake in self.fake_of.items()}
 
     def forward_context(self) -> AbstractContextManager[Any]:
         """The autocast context of forward and loss; an active outer autocast applies as well."""

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 
 import torch
 
-from planner._graph_capture.fake_copies.fake import FakeCopy
+from planner._graph_capture.fake_copies.fake import FakeCopy, KeptValues
 from planner._graph_capture.fake_copies.storage_less import assumed_value, is_storage_less
 from planner._graph_capture.torch_compat import FakeTensor, may_be_known, pytree
 
@@ -35,8 +35,9 @@ def keep_values(fake_copy: FakeCopy) -> None:
     original_of = fake_copy.originals()
     for _, leaf in named_inputs(fake_copy):
         source = original_of.get(id(leaf), leaf)
-        if not has_no_values(source) and not is_storage_less(source) and may_be_known(source):
-            fake_copy.kept[id(leaf)] = source.detach().clone()
+        if source.numel() and may_be_known(source) and not (
+                has_no_values(source) or is_storage_less(source)):
+            fake_copy.kept[id(leaf)] = KeptValues.of(source)
 
 
 def inputs_without_values(fake_copy: FakeCopy) -> frozenset[str]:
