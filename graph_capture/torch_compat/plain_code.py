@@ -19,6 +19,7 @@ from __future__ import annotations
 import contextlib
 import dis
 import functools
+import itertools
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
@@ -259,6 +260,9 @@ def _answer(translator: Any, value: TensorVariable) -> bool | None:
         if not torch.equal(before, torch.get_rng_state()):
             torch.set_rng_state(before)
             return None
+    if node.op == "placeholder":  # torch leaves out inputs that no op reads
+        node = wrap_fx_proxy(translator, translator.output.create_proxy(
+            "call_method", "detach", (value.as_proxy(),), {})).as_proxy().node
     frame = translator.frame_summary()
     node.meta[_MARK] = answer, f"{frame.filename}:{frame.lineno}"
     return answer
@@ -314,15 +318,17 @@ class _Part(NamedTuple):
 
 def _part_behind(last: fx.Node) -> _Part | None:
     """The part that makes a value of inputs; `None` where running it by itself might change them,
-    or reads anything else.  What a size is the size of is no part of it."""
+    or reads anything else.  What a size is the size of is no part of it, and neither is what is
+    written later."""
     needed, waiting = {last}, [last]
+    later = set(itertools.takewhile(lambda node: node is not last, reversed(last.graph.nodes)))
     while waiting:
         node = waiting.pop()
         if isinstance(node.meta.get("example_value"), torch.SymInt):
             continue
         if node.op not in ("placeholder", "call_function", "call_method"):
             return None
-        if any(map(_may_write, (node, *node.users))):
+        if any(map(_may_write, (node, *(node.users.keys() - later)))):
             return None
         for source in node.all_input_nodes:
             if source not in needed:

@@ -149,6 +149,42 @@ def test_values_may_decide_how_many_outputs_there_are():
     assert planner.status(net).planned_steps == 8
 
 
+class Normalized(nn.Module):
+    """Takes scale and shift from the first batch: a buffer, which nothing else reads, tells whether
+    it has (activation normalization, codebooks that begin with a batch)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.shift = nn.Parameter(torch.ones(32)), nn.Parameter(torch.zeros(32))
+        self.register_buffer("is_set", torch.tensor(False))
+        self.layers = nn.Sequential(nn.Linear(32, 128), nn.Tanh(), nn.Linear(128, 32))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.is_set:
+            with torch.no_grad():
+                self.scale.copy_(1 / (x.std(0) + 1e-6))
+                self.shift.copy_(-x.mean(0))
+                self.is_set.fill_(True)
+        x = (x + self.shift) * self.scale
+        return x + self.layers(x)
+
+
+def test_a_buffer_may_decide_that_nothing_else_reads():
+    torch.manual_seed(0)
+    plain = nn.Sequential(Normalized(), Normalized())
+    net = planner.within(copy.deepcopy(plain), "90%", time_limit=1)
+    for step in range(3):
+        x = torch.randn(64, 32, generator=torch.Generator().manual_seed(step)) * 2 + 1
+        for each in (plain, net):
+            each.zero_grad()
+            each(x).square().mean().backward()
+        for mine, theirs in zip(net.parameters(), plain.parameters(), strict=True):
+            assert torch.equal(mine, theirs) and torch.equal(mine.grad, theirs.grad)
+    for each in (plain, net):
+        each[0].is_set.fill_(False)  # by the user's own code
+    assert torch.equal(net(x), plain(x))
+
+
 class Logging(nn.Module):
     """Reads a value behind each of its layers, which are torch's own; torch gives up on a loop over
     a generator, if `is_lazy`."""
