@@ -362,8 +362,12 @@ def _counts_of_first(args: tuple[Any, ...]) -> tuple[int, int, int]:
     """Reference counts of the first argument, a tensor: its own, its storage's and its Python
     object's."""
     tensor = args[0]
-    return (tensor._use_count(), torch._C._storage_Use_Count(storage_key(tensor)),
-            sys.getrefcount(tensor))
+    return (*use_counts(tensor), sys.getrefcount(tensor))
+
+
+def use_counts(tensor: Any) -> tuple[int, int]:
+    """Reference counts of a tensor and of its storage."""
+    return tensor._use_count(), torch._C._storage_Use_Count(storage_key(tensor))
 
 
 class _CountsOfGradients(TorchDispatchMode):
