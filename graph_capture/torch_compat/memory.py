@@ -13,11 +13,11 @@ from planner._graph_capture.torch_compat.requirements import require
 require(__name__)
 
 import torch
+from torch._ops import OpOverload
 
 # `FakeTensor` and its mode are private by module path only: there is no public way to trace a model
 # without allocating its memory.  `TorchDispatchMode` and `is_traceable_wrapper_subclass` are
 # documented, and private by path too.
-from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,

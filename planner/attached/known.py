@@ -507,8 +507,13 @@ class GraphPlanner:
         selections again with its own.  One whose code breaks at values, and does not fit as a
         whole, is captured by its blocks."""
         make = self._provisional_plan if is_provisional else self._final_plan
-        may_be_by_blocks = (self.has_control_flow and not self._paths_vary
-                            and bool(repeated_blocks(model)))
+        may_be_by_blocks = self.has_control_flow and not self._paths_vary
+
+        def capture_otherwise() -> None:
+            self._capture(model, args, kwargs, self._planning)
+            if not is_provisional and self.needs_capture_for(known):
+                self.capture_again(model, args, kwargs, known)
+
         if self.chose_blocks or self.selects_more or self._paths_vary:
             with suppress(InfeasibleBudget):
                 self._last = plan = make(known)
@@ -517,19 +522,15 @@ class GraphPlanner:
             self.is_whole |= self.chose_blocks
             self.may_select_more &= not self.selects_more
             self._paths_vary = False
-            self._capture(model, args, kwargs, self._planning)
-            if not is_provisional and self.needs_capture_for(known):
-                self.capture_again(model, args, kwargs, known)
+            capture_otherwise()
         try:
             self._last = plan = make(known)
         except InfeasibleBudget as refusal:
-            if not may_be_by_blocks:
+            if not (may_be_by_blocks and repeated_blocks(model)):
                 raise
             self._paths_vary = True
             try:
-                self._capture(model, args, kwargs, self._planning)
-                if not is_provisional and self.needs_capture_for(known):
-                    self.capture_again(model, args, kwargs, known)
+                capture_otherwise()
             except OtherOutputs:  # values decide what this call returns
                 raise refusal from None
             self._last = plan = make(known)
