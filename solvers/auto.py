@@ -34,6 +34,8 @@ WORK, WORK_PER_OP = 2.5, 5e-4
 WORK_OF_GAP, WIDEST_GAP = 100.0, 0.2
 """Additional work of a default search, times the gap that the first turns leave, or at most this
 one."""
+MOST_WORK_PER_OP = 0.06
+"""Of a problem of a few ops, the search takes no more than that, gap or not."""
 PATIENCE = 0.35
 """The search ends after this fraction of its work without a gain of `WORTH`."""
 WORTH = 1e-3
@@ -94,7 +96,8 @@ def _search(task: Task, incumbent: Incumbent, *, goes_on: bool, gap_counts: bool
                 _offer(task, incumbent, (sqrt_n, dp) if is_large else (sqrt_n, dp, nested))
                 simple_stages = False
             if gap_counts and incumbent.fits:
-                whole += WORK_OF_GAP * min(incumbent.gap, WIDEST_GAP)
+                whole = min(whole + WORK_OF_GAP * min(incumbent.gap, WIDEST_GAP),
+                            max(whole, MOST_WORK_PER_OP * len(task.problem)))
                 search.work_limit = whole
                 gap_counts = False
         spent = 1 - task.seconds_left / whole if is_timed else work / whole
@@ -128,7 +131,7 @@ def _search(task: Task, incumbent: Incumbent, *, goes_on: bool, gap_counts: bool
         else:
             fruitless_work += work
             owed = search.work + fruitless_work / LOCAL_SHARE
-            moves *= 1 + search.settled
+            moves *= 2
 
 
 def _offer(task: Task, incumbent: Incumbent, stages: Sequence[Algorithm]) -> None:

@@ -24,7 +24,8 @@ from planner.solvers.incremental import EditableTimeline
 from planner.solvers.problem import Order, Problem
 from planner.solvers.simulator import simulate
 
-_ROUNDS = 4
+_MOST_ROUNDS, _MOVES_OF_ROUND = 4, 12_000
+"""A search cools down so often, each time from its best; fewer moves are too few to cool down."""
 _AIMED = 0.25  # share of the moves of a search for a smaller peak
 _AIMS = 12  # storages that an aimed move looks at
 _FIRST_STEP, _SMALLEST_STEP, _LARGEST_STEP = 0.1, 0.004, 0.3
@@ -93,11 +94,12 @@ def _anneal(problem: Problem, budget: int, schedule: Order, moves: int, time_lim
     if not walk.candidates:
         return walk.best
     deadline = time.monotonic() + time_limit
+    rounds = max(1, min(_MOST_ROUNDS, moves // _MOVES_OF_ROUND))
     current = 0
     for done in range(0, moves, _BATCH):
         if time.monotonic() >= deadline:
             break
-        number, within = divmod(done / moves * _ROUNDS, 1.0)
+        number, within = divmod(done / moves * rounds, 1.0)
         if int(number) != current:
             current = int(number)
             walk.start_from(walk.best)
