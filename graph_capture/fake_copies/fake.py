@@ -54,7 +54,6 @@ from planner._graph_capture.torch_compat import (
     fake_tensor,
     is_traceable_wrapper_subclass,
     mark_as_parameter,
-    no_subclass_functions,
     pytree,
     spanned_elements,
     storage_key,
@@ -344,8 +343,7 @@ class FakeCopier(TorchFunctionMode):
     def __torch_function__(self, func, types, args=(), kwargs=None):
         if func is torch.Tensor.__deepcopy__ or func is tensor_clone:
             return self.tensor(args[0])
-        with no_subclass_functions():
-            return func(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
 
     def module(self, model: nn.Module) -> nn.Module:
         """Copy of `model`."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from torch import nn
+from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.utils import parametrizations
 from torch.profiler import ProfilerActivity, profile
@@ -242,3 +242,30 @@ def test_what_hooks_keep_outside_is_there_in_the_backward_and_held_by_nobody_els
     gone = weakref.ref(kept.pop())
     gc.collect()
     assert gone() is None
+
+
+class Traces(nn.Module):
+    """Traces its code anew as it is copied, as those of e3nn do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+        self.__setstate__(self.__dict__)
+
+    def __getstate__(self):
+        return {name: value for name, value in self.__dict__.items() if name != "code"}
+
+    def __setstate__(self, state):
+        self.__dict__.update(state)
+        graph = fx.Graph()
+        x = fx.Proxy(graph.placeholder("x"))
+        graph.output(torch.cat([x, x.sin()]).node)
+        self.__dict__["code"] = fx.GraphModule({}, graph)
+
+    def forward(self, x):
+        return self.code(x * self.weight)
+
+
+def test_a_model_may_be_traced_as_it_is_copied():
+    copied = make_fake_copy(Traces(), (torch.ones(3),))
+    assert copied.call(has_backward=True).shape == (6,)
