@@ -58,6 +58,7 @@ from planner._graph_capture.torch_compat import (
     pytree,
     storage_key,
     weakly,
+    written_inputs,
 )
 from planner._graph_capture.training_graph import Category
 from planner._graph_capture.user_code import place_of
@@ -191,16 +192,20 @@ def record_step(fake_copy: FakeCopy, run_step: RunStep, workspace: Workspace,
                                            code)
     hooks = (wrapper or Wrapper()).attached(fake_copy.model, recorder.make_buffer)
     # A graph of Inductor's is the one that torch.compile makes.
-    plain = nullcontext() if compiled else as_plain_code(partial(values_of_inputs, fake_copy))
+    plain = nullcontext() if compiled else as_plain_code(
+        partial(values_of_inputs, fake_copy), recorder.has_written)
     recorded = nullcontext() if recorder.code is None else (
         recorder.code.recorded(repeated, recorder.follow))
     with (warnings.catch_warnings(), compile_settings(), plain, fake_copy.as_on_device(),
-          fake_copy.mode, recorded, installed, hooks):
+          fake_copy.mode, recorded, installed, hooks,
+          # A graph that fails does not put it back.
+          torch.set_grad_enabled(torch.is_grad_enabled())):
         # Dice of Python's: the graph breaks there, as it may.
         warnings.filterwarnings("ignore", "Dynamo does not know how to trace the builtin")
         # What a cached function computes is traced, whatever its cache holds.
         warnings.filterwarnings("ignore", "Dynamo detected a call to a `functools.lru_cache`")
         try:
+            recorder.begin_run()
             run_step(model, lambda: None)
             nn.Module.zero_grad(fake_copy.model)
             repeated.are_expected = True
@@ -264,6 +269,7 @@ def _follow_uncaptured(
         return output
 
     recorder.again.tracker = tracker
+    recorder.begin_run()
     with tracker:
         held = run_step(model, tracker.start_of_backward)
     seen = tracker.finish({name: parameter.grad for name, parameter
@@ -320,8 +326,21 @@ class _Recorder:
         self.again = _Again()
         self.running_block: Callable[[], str] = lambda: ""
         """Name of the block that is running; empty if the whole model is compiled."""
+        self._written: set[int] = set()
+        self._versions: dict[int, int] = {}
         self.graphs: list[TracedGraph] = []
         self.code: TracedCode | None = None
+
+    def begin_run(self) -> None:
+        """Begin a run of the step: nothing is written yet."""
+        self._written.clear()
+        self._versions = {id(each): each._version for each in self.model.buffers()}
+
+    def has_written(self, tensor: torch.Tensor) -> bool:
+        """True if the step has written a tensor of the fake copy, as far as it has run."""
+        # What is written through `data` counts in no version.
+        return (storage_key(tensor) in self._written
+                or tensor._version != self._versions.get(id(tensor), tensor._version))
 
     def __call__(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         mode, device, planned = self.mode, self.device, self.planned
@@ -336,10 +355,10 @@ class _Recorder:
             return boxed(lambda args: results.outputs())
 
         self.recording.has_compiled_again |= self.again.tracker is not None
-        branches = branches_of(module)
+        branches, written = branches_of(module), written_inputs(module)
         compiled, region = compiled_as_stubs(module, inputs, region_of, without_gradient,
                                              make_backend=self.make_backend)
-        graph = TracedGraph(region, module, self.running_block(), branches, compiled)
+        graph = TracedGraph(region, module, self.running_block(), branches, written, compiled)
         self.follow(graph)
         self.graphs.append(graph)
         return weakly(graph, as_written(module))
@@ -378,6 +397,7 @@ class _Recorder:
 
         def call(*args: Any) -> Any:
             nonlocal calls, running
+            self._written.update(storage_key(args[position]) for position in graph.written)
             for branch in graph.branches:
                 for position in branch.inputs:
                     name = self.input_names.get(id(args[position]), "an input")

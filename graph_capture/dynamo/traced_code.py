@@ -58,6 +58,8 @@ class TracedGraph:
     block: str
     """The block that was running; empty outside of blocks."""
     branches: tuple[Branch, ...]
+    written: tuple[int, ...]
+    """Positions of the inputs to which it writes."""
     compiled: Callable[..., Any]
     """Runs the region's `forward`."""
     given: dict[str, Sequence[str | None]] = field(default_factory=dict)

@@ -21,7 +21,7 @@ import dis
 import functools
 import itertools
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -29,6 +29,7 @@ from typing import Any, NamedTuple
 from planner._graph_capture.torch_compat.memory import (
     is_traceable_wrapper_subclass,
     no_active_modes,
+    storage_key,
 )
 from planner._graph_capture.torch_compat.requirements import require
 from planner._graph_capture.torch_compat.symbols import expression_of, function_of
@@ -44,6 +45,7 @@ from torch._dynamo.symbolic_convert import InstructionTranslatorBase
 from torch._dynamo.variables import ConstantVariable, SkipFunctionVariable, TensorVariable
 from torch._dynamo.variables.builder import wrap_fx_proxy
 from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
+from torch.utils import _pytree as pytree
 
 KNOWN_BYTES = 1 << 24
 """Values are worked out from tensors of at most this size."""
@@ -61,6 +63,7 @@ _OPCODES = ("POP_JUMP_IF_FALSE", "POP_JUMP_IF_TRUE", "POP_JUMP_FORWARD_IF_FALSE"
             "JUMP_IF_FALSE_OR_POP", "JUMP_IF_TRUE_OR_POP", "UNARY_NOT")
 
 _values: ContextVar[Callable[[], Mapping[int, torch.Tensor]]] = ContextVar("values")
+_is_written: ContextVar[Callable[[torch.Tensor], bool]] = ContextVar("is_written")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -111,13 +114,16 @@ def _is_small(tensor: torch.Tensor) -> bool:
 
 
 @contextlib.contextmanager
-def as_plain_code(values: Callable[[], Mapping[int, torch.Tensor]]) -> Iterator[None]:
+def as_plain_code(values: Callable[[], Mapping[int, torch.Tensor]],
+                  is_written: Callable[[torch.Tensor], bool] = lambda tensor: False
+                  ) -> Iterator[None]:
     """Inside, what Dynamo traces takes the branches of plain eager code.
 
     `values`: returns, by identity of a tensor that the code is called with, the one that has its
-    values; called when code asks for one.
+    values; called when code asks for one.  `is_written`: returns whether the tensor has other
+    values by now.
     """
-    token = _values.set(functools.cache(values))
+    tokens = _values.set(functools.cache(values)), _is_written.set(is_written)
     replaced: list[tuple[Any, str, Any]] = [
         (TorchInGraphFunctionVariable, "call_function", _answering_call(_call)),
         (SkipFunctionVariable, "call_function", _answering_call(_skipped_call)),
@@ -133,7 +139,8 @@ def as_plain_code(values: Callable[[], Mapping[int, torch.Tensor]]) -> Iterator[
     finally:
         for owner, name, value in before:
             setattr(owner, name, value)
-        _values.reset(token)
+        _values.reset(tokens[0])
+        _is_written.reset(tokens[1])
 
 
 _call, _skipped_call = (
@@ -249,8 +256,9 @@ def _answer(translator: Any, value: TensorVariable) -> bool | None:
     if any("grapharg" not in each.meta for each in needed):  # those of a function of the graph's
         return None
     for placeholder in part.inputs:
-        known = _values.get()().get(id(placeholder.meta["grapharg"].example))
-        if known is None or not is_small_input(known):
+        given = placeholder.meta["grapharg"].example
+        known = _values.get()().get(id(given))
+        if known is None or not is_small_input(known) or _is_written.get()(given):
             return None
         values.append(known)
     values += [givers[symbol].size.node.hint for symbol in part.sizes]
@@ -282,6 +290,15 @@ def branches_of(module: fx.GraphModule) -> tuple[Branch, ...]:
                 tuple((positions[giver.input], giver.place)
                       for giver in map(givers.__getitem__, part.sizes)), *node.meta[_MARK]))
     return tuple(found)
+
+
+def written_inputs(module: fx.GraphModule) -> tuple[int, ...]:
+    """Positions of the inputs to which a graph that Dynamo captures writes."""
+    written = set().union(*(_storages_of(node.all_input_nodes) for node in module.graph.nodes
+                            if _may_write(node)))
+    return tuple(position for position, node in
+                 enumerate(module.graph.find_nodes(op="placeholder"))
+                 if written & _storages_of([node]))
 
 
 class _Giver(NamedTuple):
@@ -321,19 +338,23 @@ def _part_behind(last: fx.Node) -> _Part | None:
     or reads anything else.  What a size is the size of is no part of it, and neither is what is
     written later."""
     needed, waiting = {last}, [last]
-    later = set(itertools.takewhile(lambda node: node is not last, reversed(last.graph.nodes)))
+    writes = [node for node in itertools.takewhile(lambda node: node is not last, last.graph.nodes)
+              if _may_write(node)]
     while waiting:
         node = waiting.pop()
         if isinstance(node.meta.get("example_value"), torch.SymInt):
             continue
         if node.op not in ("placeholder", "call_function", "call_method"):
             return None
-        if any(map(_may_write, (node, *(node.users.keys() - later)))):
+        if _may_write(node):
             return None
         for source in node.all_input_nodes:
             if source not in needed:
                 needed.add(source)
                 waiting.append(source)
+    read = _storages_of(needed)
+    if any(read & _storages_of(node.all_input_nodes) for node in writes):  # by a view, too
+        return None
     ordered = [node for node in last.graph.nodes if node in needed]
     sizes = {node: node.meta["example_value"] for node in ordered
              if isinstance(node.meta.get("example_value"), torch.SymInt)}
@@ -351,6 +372,13 @@ def _part_behind(last: fx.Node) -> _Part | None:
             copies[node] = graph.node_copy(node, copies.__getitem__)
     graph.output(copies[last])
     return _Part(fx.GraphModule({}, graph), inputs, symbols)
+
+
+def _storages_of(nodes: Iterable[fx.Node]) -> set[int]:
+    """The storages of the tensors that nodes of a graph of Dynamo's make."""
+    return {storage_key(leaf) for node in nodes
+            for leaf in pytree.tree_leaves(node.meta.get("example_value"))
+            if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided}
 
 
 def _may_write(node: fx.Node) -> bool:

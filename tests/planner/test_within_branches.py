@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -183,6 +184,59 @@ def test_a_buffer_may_decide_that_nothing_else_reads():
     for each in (plain, net):
         each[0].is_set.fill_(False)  # by the user's own code
     assert torch.equal(net(x), plain(x))
+
+
+class Codebook(nn.Module):
+    """Counts how often codes are used, and replaces those that are not, through `view`s."""
+
+    def __init__(self, view: Callable[[torch.Tensor], torch.Tensor], *, breaks: bool = False
+                 ) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.breaks = breaks
+        self.encode = nn.Sequential(nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 32))
+        self.decode = nn.Sequential(nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 32))
+        self.register_buffer("codes", torch.randn(64, 32))
+        self.register_buffer("counts", torch.ones(64))
+        self.view = view
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        z = self.encode(x)
+        found = torch.cdist(z.detach(), self.codes).argmin(1)
+        code = self.codes[found]
+        with torch.no_grad():
+            self.view(self.counts).lerp_(F.one_hot(found, 64).float().sum(0), 0.5)
+            if self.breaks:
+                torch._dynamo.graph_break()
+            dead = self.counts < 1
+            if dead.any():
+                self.view(self.codes)[dead] = x[torch.randperm(len(x))[:int(dead.sum())]]
+                self.view(self.counts)[dead] = 1.0
+        return self.decode(z + (code - z).detach())
+
+
+@pytest.mark.parametrize("breaks", [False, True])
+@pytest.mark.parametrize("view", [
+    lambda each: each.data, pytest.param(lambda each: each[:], marks=pytest.mark.slow)],
+    ids=["data", "slice"])
+def test_a_buffer_may_decide_that_is_written_by_a_view(view, breaks):
+    plain = Codebook(view, breaks=breaks)
+    net = planner.within(copy.deepcopy(plain), "90%", time_limit=1)
+    for step in range(4):
+        x = torch.randn(128, 32, generator=torch.Generator().manual_seed(step))
+        for each in (plain, net):
+            torch.manual_seed(step)
+            each.zero_grad()
+            each(x).square().mean().backward()
+        assert all(map(torch.equal, net.buffers(), plain.buffers()))
+        for mine, theirs in zip(net.parameters(), plain.parameters(), strict=True):
+            assert torch.equal(mine.grad, theirs.grad)
+
+
+def test_a_refusal_leaves_gradients_enabled():
+    with pytest.raises(planner.CaptureError, match="value"):
+        planner.plan(Codebook(lambda each: each.data), torch.randn(128, 32))
+    assert torch.is_grad_enabled()
 
 
 class Logging(nn.Module):
