@@ -18,6 +18,7 @@ from __future__ import annotations
 import math
 import random
 import time
+from collections import deque
 from collections.abc import Iterator
 from itertools import accumulate
 
@@ -117,9 +118,26 @@ def minimum_peak(problem: Problem, *, seed: int = 0, target_bytes: int = 0, shar
 
     Stops early once the peak is at most `target_bytes`, or after a `share` of the work.
     """
+    if share == 1.0:
+        return descent_to(problem, target_bytes, seed).best
     descent = Descent(problem, seed)
     descent.reaches(target_bytes, share=share)
     return descent.best
+
+
+def descent_to(problem: Problem, target_bytes: int, seed: int) -> Descent:
+    """The search, as far as it leads to a peak of at most `target_bytes`.
+
+    One that has come to its end without is not repeated: a plan for the smallest budget follows
+    the refusal of a smaller one.
+    """
+    for each in _ended:
+        if each.best_peak > target_bytes and each.seed == seed and each.problem == problem:
+            return each
+    descent = Descent(problem, seed)
+    if not descent.reaches(target_bytes):
+        _ended.appendleft(descent)
+    return descent
 
 
 class Descent:
@@ -228,6 +246,10 @@ class Descent:
             return False, work
         self.best, self.best_peak = found, peak
         return True, work
+
+
+_ended: deque[Descent] = deque(maxlen=2)
+"""The last searches that came to their end."""
 
 
 def _heuristics(

@@ -208,6 +208,7 @@ class GraphPlanner:
         self._last = None if earlier is None else earlier.plan
         self._all_completed: list[_Completed] = []
         self._made: list[tuple[tuple[Known, int, str | None], PreparedStep]] = []
+        self._lean: list[tuple[PreparedStep, Plan]] = []
         self._input_bytes = sum(tensor.nbytes for tensor in output_tensors((args, kwargs))
                                 if tensor.layout is torch.strided)
         planning = with_wrappers(model, planning)
@@ -662,15 +663,22 @@ class GraphPlanner:
             limit_bytes = self._limit_bytes(known, prepared)
         effort = Effort(solver=self._planning.solver,
                         time_limit=_PROVISIONAL_SHARE * self._planning.time_limit)
-        found = [leanest_plan(prepared, effort)]
+        found = [self._leanest(prepared, effort)]
         if any(moment.pending for moment in known.outside.backward):
             # Of many calls, each of which saves as much, the peak is that of what they save.
             room_bytes = max(known.room_bytes, self._step.baseline.peak_bytes)
-            found.append(leanest_plan(
+            found.append(self._leanest(
                 self._prepared(replace(known, room_bytes=room_bytes)), effort))
         return min((self._accounted(known, each, self._needed(known, prepared, each), 0.0,
                                     limit_bytes) for each in found),
                    key=lambda plan: plan.peak_bytes)
+
+    def _leanest(self, prepared: PreparedStep, effort: Effort) -> Plan:
+        found = next((plan for other, plan in self._lean if other is prepared), None)
+        if found is None:
+            found = leanest_plan(prepared, effort)
+            self._lean = [(prepared, found), *self._lean[:_MOST_PREPARED - 1]]
+        return found
 
     def may_fit(self, known: Known) -> bool:
         """True if a schedule meets the step's budget where nothing beside the call holds memory."""
