@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
@@ -19,7 +19,7 @@ from planner._apply.rewrite import rewrite
 from planner._apply.rewrite_spec import RewriteSpec
 from planner._apply.same_step import outputs_let_go
 from planner._graph_capture.dynamo.stub_graphs import carrier_of
-from planner._graph_capture.joint_graph.joint import is_cotangent
+from planner._graph_capture.joint_graph.joint import JointGraph, is_cotangent
 from planner._graph_capture.joint_graph.lower import LoweredRegion
 from planner._graph_capture.torch_compat import BoxedCodeGen, backward_keeps_graph, boxed
 
@@ -44,20 +44,37 @@ def _refuse(mismatch: PlanMismatch) -> None:
     raise mismatch
 
 
+class GradientLayout(NamedTuple):
+    """What the gradients that a backward takes and returns are like, as they were traced."""
+
+    cotangents: tuple[torch.Tensor, ...]
+    inputs: tuple[Any, ...]
+    """The region's inputs, whose gradients it returns."""
+    read: tuple[frozenset[int], ...]
+    """For each of these gradients, the cotangents that it is made of."""
+
+    @classmethod
+    def of(cls, joint: JointGraph) -> GradientLayout:
+        """That of a joint graph's backward."""
+        return cls(tuple(node.meta["val"] for node in joint.cotangents),
+                   tuple(node.meta["val"] for node in joint.primals), joint.read_cotangents)
+
+
 def checked_backward(
-    run: Callable[[list[Any]], Any], like: Sequence[torch.Tensor], cotangents: Sequence[bool],
-    read: Sequence[frozenset[int]], unplanned: Unplanned = _refuse,
-    number: Callable[[Any], int] = int,
+    run: Callable[[list[Any]], Any], layout: GradientLayout, cotangents: Sequence[bool],
+    unplanned: Unplanned = _refuse, number: Callable[[Any], int] = int,
 ) -> Callable[[list[Any]], Any]:
     """Return the backward `run` with a check of its last arguments, the cotangents.  Missing
-    gradients that the plan relies on become zeros like `like`, whose sizes are as `number` says,
-    and what is made of them alone is `None`, as in plain autograd; `read`: which cotangents each
-    result is made of.  `unplanned` is called for a gradient through an output that the plan assumed
-    to have none."""
+    gradients that the plan relies on become zeros, whose sizes are as `number` says, and what is
+    made of them alone is `None`, as in plain autograd.  `unplanned` is called for a gradient
+    through an output that the plan assumed to have none."""
+    def zeros(like: torch.Tensor, shape: Sequence[int] = ()) -> torch.Tensor:
+        return torch.zeros(shape, dtype=like.dtype, device=like.device)
 
     def call(args: list[Any]) -> Any:
         first = len(args) - len(cotangents)
         absent = set[int]()
+        will_be_replaced = False
         for index, expected in enumerate(cotangents):
             is_given = args[first + index] is not None
             if is_given and not expected:
@@ -65,17 +82,22 @@ def checked_backward(
                     f"a gradient flows into differentiable output {index} of the model, which "
                     "the plan took for one without; make the plan with the loss_fn that is "
                     "trained with"))
-                args[first + index] = None
+                args[first + index], will_be_replaced = None, True
             if expected and not is_given:
-                args[first + index] = torch.zeros(
-                    [*map(number, like[index].shape)], dtype=like[index].dtype,
-                    device=like[index].device)
+                like = layout.cotangents[index]
+                args[first + index] = zeros(like, [*map(number, like.shape)])
                 absent.add(index)
         gradients = run(args)
+        if will_be_replaced:  # autograd takes no tensor in the place of `None`
+            return tuple(
+                zeros(like).expand([*map(number, like.shape)])
+                if gradient is None and isinstance(like, torch.Tensor) and (
+                    like.is_floating_point() or like.is_complex()) else gradient
+                for gradient, like in zip(gradients, layout.inputs, strict=True))
         if not absent:
             return gradients
         return tuple(None if places and places <= absent else gradient
-                     for gradient, places in zip(gradients, read, strict=True))
+                     for gradient, places in zip(gradients, layout.read, strict=True))
 
     return boxed(call)
 
@@ -94,12 +116,9 @@ class ScheduledGraphs:
     """Indices among the saved values of the backward's inputs, before the cotangents."""
     checked: tuple[int, ...]
     """Indices of the saved tensors that nobody may change before the backward."""
-    like: tuple[torch.Tensor, ...]
-    """The cotangents as they were traced."""
+    layout: GradientLayout
     cotangents: Sequence[bool]
     """For each differentiable output, whether its gradient is planned."""
-    read_cotangents: tuple[frozenset[int], ...]
-    """For each result of the backward, the cotangents that it is made of."""
     watched: tuple[int, ...]
     """Outputs of the forward that are taken to be let go before the backward."""
     unplanned: Unplanned
@@ -124,8 +143,7 @@ class ScheduledGraphs:
                    tuple(place for place, node in enumerate(outputs[num_outputs:])
                          if isinstance(node.meta["val"], torch.Tensor)
                          and node.name not in updated),
-                   tuple(node.meta["val"] for node in joint.cotangents), region.cotangents,
-                   joint.read_cotangents,
+                   GradientLayout.of(joint), region.cotangents,
                    places_to_watch(outputs_let_go(spec, index, lowered), lowered, graphs),
                    unplanned)
 
@@ -133,8 +151,8 @@ class ScheduledGraphs:
                     ) -> tuple[Sequence[Any], torch.Tensor]:
         """Outputs of the forward, and a tensor that carries its backward.  `number`: gives a
         symbolic size its value in this call."""
-        run_backward = checked_backward(self.backward, self.like, self.cotangents,
-                                        self.read_cotangents, self.unplanned, number)
+        run_backward = checked_backward(self.backward, self.layout, self.cotangents,
+                                        self.unplanned, number)
         results = self.forward(args)
         # An output itself would refer to its own backward.
         saved = [value.detach() if isinstance(value, torch.Tensor) else value

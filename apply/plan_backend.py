@@ -21,7 +21,12 @@ import torch
 from torch import fx, nn
 
 from planner._apply.errors import PlanMismatch
-from planner._apply.exchangeable import ScheduledGraphs, boxed_callable, checked_backward
+from planner._apply.exchangeable import (
+    GradientLayout,
+    ScheduledGraphs,
+    boxed_callable,
+    checked_backward,
+)
 from planner._apply.outputs import places_to_watch, watch, without_elided
 from planner._apply.rewrite import RewrittenRegion, rewrite
 from planner._apply.rewrite_spec import OpKey, RegionSpec, RewriteSpec, decisions_of
@@ -509,10 +514,8 @@ class PlanBackend(Backend):
     def _checked(self, match: Match, run_backward: Callable[[list[Any]], Any]
                  ) -> Callable[[list[Any]], Any]:
         """The backward of a region, with a check of its cotangents."""
-        joint = match.lowered.joint
-        return checked_backward(run_backward, [node.meta["val"] for node in joint.cotangents],
-                                match.region.cotangents, joint.read_cotangents,
-                                self._note_unplanned)
+        return checked_backward(run_backward, GradientLayout.of(match.lowered.joint),
+                                match.region.cotangents, self._note_unplanned)
 
     def _begin_to_replace(self) -> None:
         self._replaces = True

@@ -534,3 +534,37 @@ def test_a_forward_that_takes_gradients_to_differentiate_them_runs_as_it_is_writ
         ours = train(net)
     assert ["create_graph" in str(each.message) for each in warned] == [True]
     assert all(map(torch.equal, ours, train(ForceField())))
+
+
+class Adaptive(nn.Module):
+    """Solves a differential equation in steps whose size follows from the error of the last: values
+    decide, and of a step that is refused nothing reaches the loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.slope = nn.Sequential(nn.Linear(32, 128), nn.Tanh(), nn.Linear(128, 32))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        time, step = torch.zeros(()), torch.tensor(0.25)
+        while float(time) < 1:
+            step = torch.minimum(step, 1 - time)
+            first = self.slope(x)
+            second = self.slope(x + step * first)
+            error = ((second - first) * step / 2).abs().max()
+            if error.item() < 0.05:
+                x, time = x + step * (first + second) / 2, time + step
+            step = step.detach() * torch.clamp(0.9 * (0.05 / error.detach()).sqrt(), 0.3, 2.0)
+        return x
+
+
+def test_the_step_size_of_a_differential_equation_may_follow_from_values():
+    plain = Adaptive()
+    net = planner.within(copy.deepcopy(plain), "70%", time_limit=1)
+    for step in range(3):
+        x = torch.randn(128, 32, generator=torch.Generator().manual_seed(step)) * 3
+        for each in (plain, net):
+            each.zero_grad()
+            each(x).square().mean().backward()
+        for mine, theirs in zip(net.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-5, atol=1e-7)
