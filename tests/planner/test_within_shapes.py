@@ -88,6 +88,20 @@ def test_the_peak_at_other_lengths_is_as_evaluated():
 
 
 @pytest.mark.slow
+def test_steps_of_smaller_sizes_are_not_watched_for_being_new(monkeypatch):
+    begun: list[bool] = []
+    begin = measuring.StepWatch.begin
+    monkeypatch.setattr(measuring.StepWatch, "begin",
+                        lambda watch: begun.append(True) or begin(watch))
+    model = planner.within(Attending(), "70%", time_limit=1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    for length in (64, 32, *range(63, 33, -1)):
+        model(tokens(4, length)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert len(begun) <= 12
+
+
 def test_a_larger_size_that_does_not_fit_is_planned_without_a_trace():
     model = Attending()
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
