@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import logging
+import operator
 import sys
 import time
 import types
@@ -49,7 +51,7 @@ from torch._dynamo.variables.base import VariableTracker
 from torch._dynamo.variables.builtin import BuiltinVariable
 from torch._dynamo.variables.lists import TupleVariable
 from torch._dynamo.variables.misc import GetAttrVariable
-from torch._dynamo.variables.tensor import TensorVariable
+from torch._dynamo.variables.tensor import SymNodeVariable, TensorVariable
 from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 from torch._dynamo.variables.user_defined import UserDefinedObjectVariable
 from torch._functorch.partitioners import _extract_fwd_bwd_modules
@@ -193,6 +195,7 @@ def compile_settings(*, donated_buffers: bool = False) -> Iterator[None]:
         mock.patch.object(nn.Sequential, "__iter__", _over_tuple),
         mock.patch.object(_traced_enumerate, "__torch_dynamo_polyfill__", _enumerate),
         mock.patch.object(BuiltinVariable, "call_zip", _zip),
+        mock.patch.object(BuiltinVariable, "call_range", _range),
         # torch 2.11 cannot log a set of functions; where a graph breaks, code runs as written.
         _quiet("torch._dynamo.metrics_context", "torch._dynamo.exc"),
     ):
@@ -230,6 +233,32 @@ def _zip(builtin: Any, translator: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 _SEQUENCES = (list, tuple, range, nn.ModuleList, nn.Sequential)
+
+_plain_range = BuiltinVariable.call_range
+
+
+def _range(builtin: Any, translator: Any, *args: Any, **kwargs: Any) -> Any:
+    """Dynamo's `range`, which takes the sizes that it is given for constants: each length of a loop
+    over chunks of a sequence would be traced by itself.  Only their number is one here."""
+    if kwargs or not any(isinstance(each, SymNodeVariable) for each in args) or not all(
+            isinstance(each, SymNodeVariable | ConstantVariable) for each in args):
+        return _plain_range(builtin, translator, *args, **kwargs)
+    zero, one = map(ConstantVariable.create, (0, 1))
+    start, stop, step = (zero, *args, one) if len(args) == 1 else (*args, one)[:3]
+    low, high, by = (each.sym_num if isinstance(each, SymNodeVariable)
+                     else each.as_python_constant() for each in (start, stop, step))
+    if not by > 0:
+        return _plain_range(builtin, translator, *args)
+
+    def computed(function: Callable[..., Any], *operands: Any) -> Any:
+        return VariableTracker.build(translator, function).call_function(
+            translator, [*operands], {})
+
+    count = max(0, int((high - low + by - 1) // by))
+    return TupleVariable([
+        computed(operator.add, start,
+                 computed(operator.mul, step, ConstantVariable.create(number)))
+        for number in range(count)])
 
 
 _may_loop = InstructionTranslatorBase.maybe_has_backedge
@@ -472,8 +501,10 @@ class TraceLimit:
         end = time.thread_time() + self._seconds
         evaluate = ShapeEnv.evaluate_expr
 
+        calls = itertools.count(1)
+
         def limited(*args: Any, **kwargs: Any) -> Any:
-            if time.thread_time() > end:
+            if next(calls) % 64 == 0 and time.thread_time() > end:
                 self.exceeded = TimeoutError(
                     f"the trace took more than {self._seconds:.0f} s of CPU time")
                 raise self.exceeded

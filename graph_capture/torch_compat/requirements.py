@@ -45,10 +45,10 @@ REQUIRED: dict[str, tuple[str, ...]] = {
         "torch._dynamo.symbolic_convert.InstructionTranslatorBase.maybe_has_backedge(self)",
         "torch._dynamo.variables.ConstantVariable.create(value)",
         "torch._dynamo.variables.base.VariableTracker.build(tx, value)",
-        "torch._dynamo.variables.builtin.BuiltinVariable.call_zip",
+        *_of("torch._dynamo.variables.builtin.BuiltinVariable", "call_range", "call_zip"),
         "torch._dynamo.variables.lists.TupleVariable",
         "torch._dynamo.variables.misc.GetAttrVariable.call_method(self, tx, name, args, kwargs)",
-        "torch._dynamo.variables.tensor.TensorVariable",
+        *_of("torch._dynamo.variables.tensor", "SymNodeVariable", "TensorVariable"),
         "torch._dynamo.variables.tensor.TensorVariable.method___setitem__(self, tx, key, value)",
         "torch._dynamo.variables.torch.TorchInGraphFunctionVariable",
         "torch._dynamo.variables.user_defined.UserDefinedObjectVariable."
@@ -179,6 +179,7 @@ REQUIRED: dict[str, tuple[str, ...]] = {
         "torch._dynamo.variables.torch.TorchInGraphFunctionVariable.call_function("
         "self, translator, args, kwargs)",
         "torch._utils",
+        "torch.utils._pytree.tree_leaves(tree)",
     ),
     "process_group": (
         "torch.distributed.distributed_c10d._get_default_store()",

@@ -633,3 +633,34 @@ def test_regions_of_larger_sizes_run_by_the_code_of_smaller_ones():
     status = planner.status(model)
     assert status.planned_steps == 8
     assert status.plan.limited_bytes <= status.budget_bytes
+
+
+class InChunks(nn.Module):
+    """Pools a sequence of any length in chunks."""
+
+    def __init__(self, chunk: int | None) -> None:
+        super().__init__()
+        self.chunk = chunk
+        self.net = nn.Sequential(nn.Linear(8, 64), nn.GELU(), nn.Linear(64, 64), nn.GELU(),
+                                 nn.Linear(64, 8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.net(x)
+        size = self.chunk or x.shape[1]
+        pooled = x.new_zeros(len(x), 8)
+        for begin in range(0, x.shape[1], size):
+            pooled = torch.maximum(pooled, x[:, begin:begin + size].amax(1))
+        return pooled.square().mean()
+
+
+@pytest.mark.parametrize("chunk", [None, pytest.param(16, marks=pytest.mark.slow)])
+def test_a_loop_over_chunks_is_traced_once_for_each_number_of_them(chunk):
+    plain = InChunks(chunk)
+    model = planner.within(copy.deepcopy(plain), "95%", time_limit=1)
+    for length in (48, 35, 47, 38, 34, 41):
+        x = torch.randn(4, length, 8)
+        for each in (plain, model):
+            each.zero_grad()
+            each(x).backward()
+        assert_same_gradients(model, plain)
+    assert symbolic_of(model).code.compilations == 1
