@@ -301,13 +301,21 @@ def _call_method(attribute: Any, translator: Any, name: str, args: Any, kwargs: 
 
 _plain_create_proxy = OutputGraph.create_proxy
 _GIVE_OTHER_DATA = {"set_", "shallow_copy_data_"}  # the second from torch 2.15 on
+_FILLS = {"cauchy_", "exponential_", "geometric_", "log_normal_", "normal_", "uniform_"}
 
 
 def _create_proxy(graph: Any, kind: str, target: Any, *args: Any, **kwargs: Any) -> Any:
     """Dynamo's new op of the graph."""
-    if (target if isinstance(target, str) else getattr(target, "__name__", "")) in _GIVE_OTHER_DATA:
+    name = target if isinstance(target, str) else getattr(target, "__name__", "")
+    if name in _GIVE_OTHER_DATA:
         unimplemented(gb_type="Assignment of a tensor's data", context="", hints=[], explanation=(
             "AOTAutograd updates inputs after the graph has run, by copying into them."))
+    if name in _FILLS and any(
+            isinstance(each, fx.Proxy) and isinstance(each.node.meta["example_value"], torch.Tensor)
+            for each in args[0][1:]):
+        unimplemented(gb_type="Bounds of random numbers in tensors", context="", hints=[],
+                      explanation="Their values are read; where they follow from sizes, which may "
+                                  "vary, they would be constants of the graph.")
     return _plain_create_proxy(graph, kind, target, *args, **kwargs)
 
 

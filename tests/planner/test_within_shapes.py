@@ -664,3 +664,24 @@ def test_a_loop_over_chunks_is_traced_once_for_each_number_of_them(chunk):
             each(x).backward()
         assert_same_gradients(model, plain)
     assert symbolic_of(model).code.compilations == 1
+
+
+def noise_by_size(module: nn.Module, inputs: object, output: torch.Tensor) -> torch.Tensor:
+    """Adds noise whose bounds follow from the sizes, as NEFTune does."""
+    bound = 5 / torch.sqrt(torch.tensor(output.shape[1] * output.shape[2]))
+    return output + torch.zeros_like(output).uniform_(-bound, bound)
+
+
+def test_bounds_of_noise_that_follow_from_sizes_are_no_constants():
+    torch.manual_seed(0)
+    plain = Attending()
+    model = planner.within(copy.deepcopy(plain), "95%", time_limit=1)
+    for each in (plain, model):
+        each.embed.register_forward_hook(noise_by_size)
+    for number, length in enumerate((48, 32, 37, 20)):
+        for each in (plain, model):
+            torch.manual_seed(number)
+            each.zero_grad()
+            each(tokens(4, length)).backward()
+        assert_same_gradients(model, plain)
+    assert len(forward_override(model).graphs) == 1
