@@ -366,6 +366,11 @@ def sharded_module(model: nn.Module) -> str | None:
          if isinstance(module, fsdp.FSDPModule)), None)
 
 
+def is_compiled(module: nn.Module) -> bool:
+    """True for what `torch.compile` returns for a module, and after `module.compile()`."""
+    return hasattr(module, "_orig_mod") or module._compiled_call_impl is not None
+
+
 @contextlib.contextmanager
 def called_unseen(modules: Iterable[nn.Module]) -> Iterator[None]:
     """Inside, Dynamo sees no hook of these modules: the code that it compiles breaks where it calls

@@ -196,8 +196,9 @@ def backward_keeps_graph() -> bool:
 def is_dense(tensor: torch.Tensor) -> bool:
     """True if the elements lie side by side, in any order of dimensions."""
     expected = 1
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size == 1:
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True),
+                               key=lambda pair: (size_now(pair[0]), size_now(pair[1]))):
+        if size_now(size) == 1:
             continue
         if not same_sizes([stride], [expected]):
             return False

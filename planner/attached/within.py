@@ -9,6 +9,7 @@ accelerate, DistributedDataParallel - wrapped around it before or after.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from os import PathLike
@@ -22,6 +23,7 @@ from planner._graph_capture.module_forward import (
     set_forward,
     take_down,
 )
+from planner._graph_capture.torch_compat import is_compiled
 from planner.arguments.budget import parse_budget
 from planner.arguments.planning import PlanArguments, Planning, takes_planning
 from planner.attached.forward import PlanningForward
@@ -30,6 +32,8 @@ from planner.attached.observing import ObservingForward, OnNew, Settings
 from planner.attached.status import Status
 from planner.plans.file import load
 from planner.plans.plan import Plan
+
+log = logging.getLogger("planner")
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -111,6 +115,11 @@ def attach(model: nn.Module, settings: Settings) -> None:
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}; a factory "
                         "must be called first")
     target = _unwrapped(model)
+    if settings.planning.backend == "eager" and (is_compiled(model) or is_compiled(target)):
+        log.warning(
+            "%s is compiled (torch.compile): within the budget its steps run op by op, and what "
+            'that compiler makes is not used; backend="inductor" compiles the planned step',
+            type(target).__name__)
     standing, is_planned = forward_override(target), "forward" in settings.methods
     if is_planned and isinstance(standing, PlanningForward):
         standing.change(settings)

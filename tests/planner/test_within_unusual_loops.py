@@ -640,3 +640,11 @@ def test_calls_in_a_hook_of_a_backward_serve_any_size():
     status = planner.status(net)
     assert status.plans == before <= 6
     assert status.planned_steps == status.steps
+
+
+@pytest.mark.parametrize("compiled", [
+    lambda model: torch.compile(model, backend="eager"),
+    lambda model: (model.compile(backend="eager"), model)[1]], ids=["wrapped", "in place"])
+def test_a_compiled_model_is_told_that_its_code_is_not_used(compiled, caplog):
+    planner.within(compiled(nn.Sequential(nn.Linear(4, 4))), "50%")
+    assert 'backend="inductor" compiles the planned step' in caplog.text
