@@ -2,7 +2,8 @@
 
 A fake kernel computes the shapes of an op's results.  Torch's own refuses the grouped matrix
 product in all dtypes but bfloat16, gives the fused LSTM of CPUs a reserve of no bytes and its two
-biases one gradient, and takes no symbolic sizes for the gradient of an interpolation.
+biases one gradient, takes no symbolic sizes for the gradient of an interpolation, and lets batch
+normalization on CPUs keep the strides of its input and compute in its dtype.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from planner._graph_capture.torch_compat.requirements import require
 require(__name__)
 
 import torch
+from torch._decomp import decomposition_table, meta_table
 from torch._meta_registrations import _create_grouped_mm_output_tensor
 from torch._prims_common import suggest_memory_format
 from torch._subclasses.fake_impls import op_implementations_dict
@@ -97,6 +99,52 @@ def _gradient_of_resize(mode: Any, func: Any, gradient: torch.Tensor, output_siz
             suggest_memory_format(gradient) if has_format else torch.contiguous_format))
 
 
+def _batch_norm(mode: Any, func: Any, *args: Any, **kwargs: Any) -> Any:
+    given = {argument.name: value for argument, value
+             in zip(func._schema.arguments, args, strict=False)} | kwargs
+    x, statistics = given["input"], [given.get(f"running_{name}") for name in ("mean", "var")]
+    if x.device.type != "cpu":
+        return _by_decomposition(mode, func, *args, **kwargs)
+    with mode:
+        output = torch.empty_like(x, memory_format=suggest_memory_format(x))
+        means, deviations = (
+            x.new_empty(x.shape[1] if given["training"] else 0,
+                        dtype=_dtype_of_statistics(x, given["weight"], given["bias"], *statistics))
+            for _ in range(2))
+        updated = [torch.empty_like(each) for each in statistics if each is not None]
+    return output, means, deviations, *updated[:len(func._schema.returns) - 3]
+
+
+def _gradients_of_batch_norm(mode: Any, func: Any, gradient: torch.Tensor, x: torch.Tensor,
+                             weight: torch.Tensor | None, *rest: Any) -> Any:
+    *statistics, _, _, is_wanted = rest
+    if x.device.type != "cpu":
+        return _by_decomposition(mode, func, gradient, x, weight, *rest)
+    dtype = _dtype_of_statistics(x, weight, *statistics)
+    with mode:
+        found = (torch.empty_like(x, memory_format=suggest_memory_format(x)),
+                 x.new_empty(x.shape[1], dtype=dtype), x.new_empty(x.shape[1], dtype=dtype))
+    return tuple(each if wanted else None for each, wanted in zip(found, is_wanted, strict=True))
+
+
+def _by_decomposition(mode: Any, func: Any, *args: Any, **kwargs: Any) -> Any:
+    with mode:
+        return decomposition_table[func](*args, **kwargs)
+
+
+def _dtype_of_statistics(x: torch.Tensor, *others: torch.Tensor | None) -> torch.dtype:
+    is_mixed = any(each is not None and each.dtype is torch.float32 for each in others)
+    return torch.float32 if is_mixed else x.dtype
+
+
+for _op, _kernel in (
+        (_aten.native_batch_norm.default, _batch_norm),
+        (_aten._native_batch_norm_legit.default, _batch_norm),
+        (_aten._native_batch_norm_legit.no_stats, _batch_norm),
+        (_aten._native_batch_norm_legit_functional.default, _batch_norm),
+        (_aten.native_batch_norm_backward.default, _gradients_of_batch_norm)):
+    op_implementations_dict.setdefault(_op, _kernel)
+    meta_table.setdefault(_op, decomposition_table[_op])  # else torch does not look for the kernel
 for _backward in (_aten.upsample_linear1d_backward, _aten.upsample_bilinear2d_backward,
                   _aten.upsample_trilinear3d_backward, _aten.upsample_bicubic2d_backward):
     op_implementations_dict.setdefault(_backward.default, _gradient_of_resize)

@@ -85,6 +85,7 @@ REQUIRED: dict[str, tuple[str, ...]] = {
              "_overloadpacket", "py_kernels"),
     ),
     "fake_kernels": (
+        *_of("torch._decomp", "decomposition_table", "meta_table"),
         "torch._meta_registrations._create_grouped_mm_output_tensor(a, b, offsets, dtype)",
         "torch._prims_common.suggest_memory_format(x)",
         "torch._subclasses.fake_impls.op_implementations_dict",

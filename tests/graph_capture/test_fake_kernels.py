@@ -15,7 +15,7 @@ aten = torch.ops.aten
 
 def layouts(results):
     return [(t.shape, t.stride(), t.dtype, t.untyped_storage().nbytes())
-            for t in pytree.tree_leaves(results)]
+            for t in pytree.tree_leaves(results) if t is not None]
 
 
 def compare(target, *args):
@@ -58,3 +58,24 @@ def test_reserve_of_a_long_fused_lstm():
     with FakeTensorMode(allow_non_fake_inputs=True):
         *_, reserve = aten.mkldnn_rnn_layer.default(x, *weights, *rest)
     assert reserve.numel() == pytest.approx(expected.numel(), rel=0.02)
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("dtypes", [
+    (torch.float32, torch.float32), (torch.bfloat16, torch.float32),
+    (torch.bfloat16, torch.bfloat16)])
+@pytest.mark.parametrize("x", [
+    torch.randn(4, 50, 16).transpose(1, 2), torch.randn(4, 6, 16, 6).transpose(1, 2),
+    torch.randn(4, 16, 6, 6).to(memory_format=torch.channels_last), torch.randn(4, 16)])
+def test_batch_normalization(x, dtypes, training):
+    x, weight, mean = x.to(dtypes[0]), *(torch.ones(16, dtype=dtypes[1]) for _ in range(2))
+    compare(aten.native_batch_norm.default, x, weight, weight, mean, mean, training, 0.1, 1e-5)
+    compare(aten._native_batch_norm_legit.no_stats, x, weight, weight, True, 0.1, 1e-5)
+    compare(aten._native_batch_norm_legit_functional.default, x, weight, weight, mean, mean,
+            training, 0.1, 1e-5)
+    saved = aten.native_batch_norm(x, weight, weight, mean, mean, training, 0.1, 1e-5)[1:]
+    for gradient in (x, x.contiguous()):
+        compare(aten.native_batch_norm_backward.default, gradient, x, weight, mean, mean, *saved,
+                training, 1e-5, [True, True, True])
+    compare(aten.native_batch_norm_backward.default, x, x, None, mean, mean, *saved, training,
+            1e-5, [True, False, False])

@@ -1,5 +1,6 @@
 """Plans for steps under autocast: captured, held and verified so, and refused otherwise."""
 
+import copy
 import dataclasses
 
 import pytest
@@ -99,3 +100,28 @@ def test_another_dtype_is_told():
         planned(case, autocast="int8")
     with pytest.raises(TypeError, match="unexpected keyword argument 'autocast'"):
         planner.within(case.model, autocast="bf16")
+
+
+class NormalizedOverTime(nn.Module):
+    """Batch normalization over a transposed view, whose strides it does not keep."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last = nn.Linear(32, 64), nn.Linear(64, 32)
+        self.norm = nn.BatchNorm1d(64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.norm(self.first(x).transpose(1, 2)).transpose(1, 2)
+        return self.last(torch.relu(hidden)).float().square().mean()
+
+
+def test_batch_normalization_of_a_transposed_view_is_followed_by_the_plain_kernels():
+    plain, x = NormalizedOverTime(), torch.randn(8, 50, 32)
+    model = planner.within(copy.deepcopy(plain), "95%", time_limit=1)
+    for each in (plain, model):
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = each(x)
+        loss.backward()
+    for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(mine.grad, theirs.grad)
