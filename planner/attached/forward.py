@@ -44,6 +44,7 @@ from planner._apply.plan_backend import LargerSizes
 from planner._apply.planned_forward import can_be_pickled
 from planner._apply.symbolic_code import SizesNotPlanned, SymbolicCallable
 from planner._graph_capture.errors import CaptureError, OtherOutputs
+from planner._graph_capture.garbage import collected
 from planner._graph_capture.model_state import ModelState
 from planner._graph_capture.module_forward import Forward, in_place_of_forward
 from planner._graph_capture.output_tensors import output_tensors
@@ -790,14 +791,11 @@ class PlanningForward(ObservingForward):
         started = time.monotonic()
         restore = remembered_random_state(self.__self__)
         try:
-            with (without_watches(), with_methods_of_class(self.__self__),
+            with (collected(), without_watches(), with_methods_of_class(self.__self__),
                   in_place_of_forward(self.__self__, self.inner),
                   watched(None, f"planning a training step of {self._name}") as watch):
                 yield watch
         finally:
-            # Caught errors and the compiler's garbage refer to frames, which refer to the caller's
-            # frame and would keep its variables alive beyond the step.
-            gc.collect()
             restore()
             self._counts.planning_seconds += time.monotonic() - started
 
