@@ -35,7 +35,7 @@ WORK_OF_GAP, WIDEST_GAP = 100.0, 0.2
 """Additional work of a default search, times the gap that the first turns leave, or at most this
 one."""
 MOST_WORK_PER_OP = 0.06
-"""Of a problem of a few ops, the search takes no more than that, gap or not."""
+"""The gap adds work up to this, which is little for a problem of a few ops."""
 PATIENCE = 0.35
 """The search ends after this fraction of its work without a gain of `WORTH`."""
 WORTH = 1e-3
@@ -126,12 +126,12 @@ def _search(task: Task, incumbent: Incumbent, *, goes_on: bool, gap_counts: bool
         work = moves * move_work(task.problem)
         local_work += work
         if incumbent.cost < before:
-            fruitless_work, moves = 0.0, 2 * moves
+            fruitless_work = 0.0
             owed += work / LOCAL_SHARE
         else:
             fruitless_work += work
             owed = search.work + fruitless_work / LOCAL_SHARE
-            moves *= 2
+        moves *= 2
 
 
 def _offer(task: Task, incumbent: Incumbent, stages: Sequence[Algorithm]) -> None:

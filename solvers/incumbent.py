@@ -7,7 +7,7 @@ import math
 from planner.solvers.actions import Order
 from planner.solvers.incremental import drop_recomputes
 from planner.solvers.lazy import lazy_schedule
-from planner.solvers.minimum import Descent, descent_to
+from planner.solvers.minimum import Descent, minimum_peak
 from planner.solvers.simulator import simulate
 from planner.solvers.task import Proposal, Task
 
@@ -76,7 +76,8 @@ class Incumbent:
             if found is not None:
                 self.offer(found)
         if not self.fits:
-            self.offer(descent_to(task.problem, task.budget_bytes, task.seed).best)
+            self.offer(minimum_peak(
+                task.problem, seed=task.seed, target_bytes=task.budget_bytes))
         self.report("first schedule")
         return self.fits
 

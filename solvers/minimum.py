@@ -116,28 +116,18 @@ def minimum_peak(problem: Problem, *, seed: int = 0, target_bytes: int = 0, shar
                  ) -> Order:
     """Return the legal schedule with the smallest peak that the search finds, at any cost.
 
-    Stops early once the peak is at most `target_bytes`, or after a `share` of the work.
+    Stops early once the peak is at most `target_bytes`, or after a `share` of the work.  A search
+    that has come to its end without is not repeated: a plan for the smallest budget follows the
+    refusal of a smaller one.
     """
     if share == 1.0:
-        return descent_to(problem, target_bytes, seed).best
+        for known, its_seed, peak_bytes, best in _ended:
+            if peak_bytes > target_bytes and its_seed == seed and known == problem:
+                return best
     descent = Descent(problem, seed)
-    descent.reaches(target_bytes, share=share)
+    if not descent.reaches(target_bytes, share=share) and share == 1.0:
+        _ended.appendleft((problem, seed, descent.best_peak, descent.best))
     return descent.best
-
-
-def descent_to(problem: Problem, target_bytes: int, seed: int) -> Descent:
-    """The search, as far as it leads to a peak of at most `target_bytes`.
-
-    One that has come to its end without is not repeated: a plan for the smallest budget follows
-    the refusal of a smaller one.
-    """
-    for each in _ended:
-        if each.best_peak > target_bytes and each.seed == seed and each.problem == problem:
-            return each
-    descent = Descent(problem, seed)
-    if not descent.reaches(target_bytes):
-        _ended.appendleft(descent)
-    return descent
 
 
 class Descent:
@@ -248,8 +238,8 @@ class Descent:
         return True, work
 
 
-_ended: deque[Descent] = deque(maxlen=2)
-"""The last searches that came to their end."""
+_ended: deque[tuple[Problem, int, int, Order]] = deque(maxlen=2)
+"""Problem, seed, smallest peak and its schedule of the last searches that came to their end."""
 
 
 def _heuristics(

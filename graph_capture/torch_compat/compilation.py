@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 import logging
 import operator
 import sys
@@ -228,8 +227,13 @@ def _zip(builtin: Any, translator: Any, *args: Any, **kwargs: Any) -> Any:
     if not args or not all(issubclass(each.python_type(), _SEQUENCES) for each in args):
         return zipped
     for convert in (tuple, iter):
-        zipped = VariableTracker.build(translator, convert).call_function(translator, [zipped], {})
+        zipped = _called(translator, convert, zipped)
     return zipped
+
+
+def _called(translator: Any, function: Callable[..., Any], *operands: Any) -> Any:
+    """Dynamo's result of a call."""
+    return VariableTracker.build(translator, function).call_function(translator, [*operands], {})
 
 
 _SEQUENCES = (list, tuple, range, nn.ModuleList, nn.Sequential)
@@ -250,14 +254,10 @@ def _range(builtin: Any, translator: Any, *args: Any, **kwargs: Any) -> Any:
     if not by > 0:
         return _plain_range(builtin, translator, *args)
 
-    def computed(function: Callable[..., Any], *operands: Any) -> Any:
-        return VariableTracker.build(translator, function).call_function(
-            translator, [*operands], {})
-
     count = max(0, int((high - low + by - 1) // by))
     return TupleVariable([
-        computed(operator.add, start,
-                 computed(operator.mul, step, ConstantVariable.create(number)))
+        _called(translator, operator.add, start, _called(
+            translator, operator.mul, step, ConstantVariable.create(number)))
         for number in range(count)])
 
 
@@ -514,10 +514,8 @@ class TraceLimit:
         end = time.thread_time() + self._seconds
         evaluate = ShapeEnv.evaluate_expr
 
-        calls = itertools.count(1)
-
         def limited(*args: Any, **kwargs: Any) -> Any:
-            if next(calls) % 64 == 0 and time.thread_time() > end:
+            if time.thread_time() > end:
                 self.exceeded = TimeoutError(
                     f"the trace took more than {self._seconds:.0f} s of CPU time")
                 raise self.exceeded

@@ -22,6 +22,7 @@ from torch._meta_registrations import _create_grouped_mm_output_tensor
 from torch._prims_common import suggest_memory_format
 from torch._subclasses.fake_impls import op_implementations_dict
 
+from planner._graph_capture.torch_compat.compilation import schema_of
 from planner._graph_capture.torch_compat.memory import no_active_modes
 
 _aten = torch.ops.aten
@@ -101,7 +102,7 @@ def _gradient_of_resize(mode: Any, func: Any, gradient: torch.Tensor, output_siz
 
 def _batch_norm(mode: Any, func: Any, *args: Any, **kwargs: Any) -> Any:
     given = {argument.name: value for argument, value
-             in zip(func._schema.arguments, args, strict=False)} | kwargs
+             in zip(schema_of(func).arguments, args, strict=False)} | kwargs
     x, statistics = given["input"], [given.get(f"running_{name}") for name in ("mean", "var")]
     if x.device.type != "cpu":
         return _by_decomposition(mode, func, *args, **kwargs)
@@ -112,7 +113,7 @@ def _batch_norm(mode: Any, func: Any, *args: Any, **kwargs: Any) -> Any:
                         dtype=_dtype_of_statistics(x, given["weight"], given["bias"], *statistics))
             for _ in range(2))
         updated = [torch.empty_like(each) for each in statistics if each is not None]
-    return output, means, deviations, *updated[:len(func._schema.returns) - 3]
+    return output, means, deviations, *updated[:len(schema_of(func).returns) - 3]
 
 
 def _gradients_of_batch_norm(mode: Any, func: Any, gradient: torch.Tensor, x: torch.Tensor,

@@ -62,8 +62,7 @@ _OPCODES = ("POP_JUMP_IF_FALSE", "POP_JUMP_IF_TRUE", "POP_JUMP_FORWARD_IF_FALSE"
             "POP_JUMP_FORWARD_IF_TRUE", "POP_JUMP_BACKWARD_IF_FALSE", "POP_JUMP_BACKWARD_IF_TRUE",
             "JUMP_IF_FALSE_OR_POP", "JUMP_IF_TRUE_OR_POP", "UNARY_NOT")
 
-_values: ContextVar[Callable[[], Mapping[int, torch.Tensor]]] = ContextVar("values")
-_is_written: ContextVar[Callable[[torch.Tensor], bool]] = ContextVar("is_written")
+_value_of: ContextVar[Callable[[torch.Tensor], torch.Tensor | None]] = ContextVar("value_of")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -123,7 +122,13 @@ def as_plain_code(values: Callable[[], Mapping[int, torch.Tensor]],
     values; called when code asks for one.  `is_written`: returns whether the tensor has other
     values by now.
     """
-    tokens = _values.set(functools.cache(values)), _is_written.set(is_written)
+    found = functools.cache(values)
+
+    def value_of(given: torch.Tensor) -> torch.Tensor | None:
+        known = found().get(id(given))
+        return None if known is None or not is_small_input(known) or is_written(given) else known
+
+    token = _value_of.set(value_of)
     replaced: list[tuple[Any, str, Any]] = [
         (TorchInGraphFunctionVariable, "call_function", _answering_call(_call)),
         (SkipFunctionVariable, "call_function", _answering_call(_skipped_call)),
@@ -139,8 +144,7 @@ def as_plain_code(values: Callable[[], Mapping[int, torch.Tensor]],
     finally:
         for owner, name, value in before:
             setattr(owner, name, value)
-        _values.reset(tokens[0])
-        _is_written.reset(tokens[1])
+        _value_of.reset(token)
 
 
 _call, _skipped_call = (
@@ -256,9 +260,8 @@ def _answer(translator: Any, value: TensorVariable) -> bool | None:
     if any("grapharg" not in each.meta for each in needed):  # those of a function of the graph's
         return None
     for placeholder in part.inputs:
-        given = placeholder.meta["grapharg"].example
-        known = _values.get()().get(id(given))
-        if known is None or not is_small_input(known) or _is_written.get()(given):
+        known = _value_of.get()(placeholder.meta["grapharg"].example)
+        if known is None:
             return None
         values.append(known)
     values += [givers[symbol].size.node.hint for symbol in part.sizes]

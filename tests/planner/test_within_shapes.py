@@ -102,6 +102,7 @@ def test_steps_of_smaller_sizes_are_not_watched_for_being_new(monkeypatch):
     assert len(begun) <= 12
 
 
+@pytest.mark.slow
 def test_a_larger_size_that_does_not_fit_is_planned_without_a_trace():
     model = Attending()
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
