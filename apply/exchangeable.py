@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from torch import fx
 
 from planner._apply.errors import PlanMismatch
 from planner._apply.outputs import places_to_watch
@@ -21,19 +20,12 @@ from planner._apply.same_step import outputs_let_go
 from planner._graph_capture.dynamo.stub_graphs import carrier_of
 from planner._graph_capture.joint_graph.joint import JointGraph, is_cotangent
 from planner._graph_capture.joint_graph.lower import LoweredRegion
-from planner._graph_capture.torch_compat import BoxedCodeGen, backward_keeps_graph, boxed
+from planner._graph_capture.torch_compat import backward_keeps_graph, boxed, boxed_callable
 
 _CHANGED = ("one of the variables needed for gradient computation has been modified by an inplace "
             "operation: a tensor of shape {shape}, which the planned step has saved for its "
             "backward (as an input, an output or between them), is at version {found}; expected "
             "version {saved} instead")
-
-
-def boxed_callable(graph: fx.GraphModule) -> Callable[[list[Any]], Any]:
-    """Return the module's generated code as a function of a list of arguments, which it empties."""
-    graph.graph.set_codegen(BoxedCodeGen())
-    graph.recompile()
-    return boxed(graph.forward)
 
 
 Unplanned = Callable[[PlanMismatch], None]

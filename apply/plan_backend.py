@@ -24,7 +24,6 @@ from planner._apply.errors import PlanMismatch
 from planner._apply.exchangeable import (
     GradientLayout,
     ScheduledGraphs,
-    boxed_callable,
     checked_backward,
 )
 from planner._apply.outputs import places_to_watch, watch, without_elided
@@ -55,6 +54,7 @@ from planner._graph_capture.torch_compat import (
     OpOverload,
     PartitionFunction,
     aot_backend,
+    boxed_callable,
     branches_of,
     differentiate_again,
     fix_sizes,

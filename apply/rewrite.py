@@ -39,7 +39,12 @@ from planner._graph_capture.joint_graph.lower import (
 )
 from planner._graph_capture.joint_graph.replay import draw, new_state, replay
 from planner._graph_capture.joint_graph.symbolic_sizes import Sizes
-from planner._graph_capture.torch_compat import OpOverload, expression_of, split_joint_graph
+from planner._graph_capture.torch_compat import (
+    OpOverload,
+    expression_of,
+    module_of,
+    split_joint_graph,
+)
 from planner._graph_capture.torch_compat.recurrent import in_training
 from planner._graph_capture.training_graph import Phase
 
@@ -125,7 +130,7 @@ class _Rewriter:
             if isinstance(value, fx.Node):
                 self._note_crossing(value)
         self.graph.lint()
-        module = fx.GraphModule(joint.owner, self.graph)
+        module = module_of(joint.owner, self.graph)
         forward, backward = split_joint_graph(
             module, list(self.saved), len(joint.forward_outputs))
         return RewrittenRegion(forward, backward)

@@ -21,7 +21,7 @@ from torch import fx, nn
 
 from planner._apply.call_signature import input_tensors
 from planner._apply.errors import PlanMismatch
-from planner._apply.exchangeable import ScheduledGraphs, boxed_callable
+from planner._apply.exchangeable import ScheduledGraphs
 from planner._apply.outputs import watch
 from planner._apply.plan_backend import (
     Backend,
@@ -42,6 +42,7 @@ from planner._graph_capture.module_forward import Forward
 from planner._graph_capture.output_tensors import output_tensors
 from planner._graph_capture.step.symbolic_region import SymbolicRegion
 from planner._graph_capture.torch_compat import (
+    boxed_callable,
     compile_forward,
     differentiate_again,
     pass_absent_gradients,

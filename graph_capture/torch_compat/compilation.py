@@ -57,6 +57,7 @@ from torch._functorch.partitioners import _extract_fwd_bwd_modules
 from torch._guards import TracingContext
 from torch._ops import HigherOrderOperator as HigherOrderOperator
 from torch._ops import OpOverload as OpOverload
+from torch.fx._lazy_graph_module import _LazyGraphModule, _use_lazy_graph_module
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.fx.graph import CodeGen
 from torch.utils import _pytree as pytree
@@ -531,7 +532,13 @@ def copied_module(owner: nn.Module, graph: fx.Graph) -> fx.GraphModule:
     copies: dict[fx.Node, fx.Node] = {}
     for node in graph.nodes:
         copies[node] = copy.node_copy(node, copies.__getitem__)
-    return fx.GraphModule(owner, copy)
+    return module_of(owner, copy)
+
+
+def module_of(owner: nn.Module, graph: fx.Graph) -> fx.GraphModule:
+    """A new module with a graph and the owner's attributes.  Its code is generated when it is
+    called, as most are not."""
+    return _LazyGraphModule(owner, graph)
 
 
 def split_joint_graph(
@@ -540,11 +547,20 @@ def split_joint_graph(
     """Forward and backward modules in the calling convention of AOTAutograd's runtime; `saved`
     are the nodes that cross over (the extraction drops those that the backward does not read)."""
     sizes = [node for node in saved if isinstance(node.meta.get("val"), torch.SymInt)]
-    return _extract_fwd_bwd_modules(joint, [node for node in saved if node not in sizes], sizes,
-                                    num_fwd_outputs=num_forward_outputs)
+    with _use_lazy_graph_module(True):
+        return _extract_fwd_bwd_modules(joint, [node for node in saved if node not in sizes], sizes,
+                                        num_fwd_outputs=num_forward_outputs)
 
 
-class BoxedCodeGen(CodeGen):
+def boxed_callable(module: fx.GraphModule) -> Callable[[list[Any]], Any]:
+    """Return the module's generated code as a function of a list of arguments, which it empties."""
+    module.graph.set_codegen(_BoxedCodeGen())
+    module.recompile()
+    _LazyGraphModule.force_recompile(module)
+    return boxed(module.forward)
+
+
+class _BoxedCodeGen(CodeGen):
     """Generated code whose argument is one list, which it empties, so that each argument is freed
     after its last use (torch has its own only from 2.12 on)."""
 

@@ -60,6 +60,8 @@ REQUIRED: dict[str, tuple[str, ...]] = {
         "joint, saved, sizes, num_fwd_outputs=)",
         "torch._guards.TracingContext.try_get()",
         *_of("torch._ops", "HigherOrderOperator", "OpOverload"),
+        *_of("torch.fx._lazy_graph_module", "_LazyGraphModule.force_recompile(module)",
+             "_use_lazy_graph_module(flag)"),
         "torch.fx.experimental.symbolic_shapes.ShapeEnv.evaluate_expr",
         "torch.fx.graph.CodeGen.gen_fn_def(self, variables, annotation, expanded_def=)",
         *_of("torch.nn.Module", "_call_impl", "_compiled_call_impl"),

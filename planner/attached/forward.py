@@ -44,7 +44,7 @@ from planner._apply.plan_backend import LargerSizes
 from planner._apply.planned_forward import can_be_pickled
 from planner._apply.symbolic_code import SizesNotPlanned, SymbolicCallable
 from planner._graph_capture.errors import CaptureError, OtherOutputs
-from planner._graph_capture.garbage import collected
+from planner._graph_capture.garbage import collected, fewer_collections
 from planner._graph_capture.model_state import ModelState
 from planner._graph_capture.module_forward import Forward, in_place_of_forward
 from planner._graph_capture.output_tensors import output_tensors
@@ -451,8 +451,11 @@ class PlanningForward(ObservingForward):
         graph.note_sizes(call, named)
         before = None if self._served.get(call) is graph else (
             OutsideState(self.__self__, with_attributes=True))
-        with contextlib.nullcontext() if graph.has_run else watched(
-                None, f"tracing a training step of {self._name} with symbolic sizes"):
+        with contextlib.ExitStack() as tracing:
+            if not graph.has_run:
+                tracing.enter_context(fewer_collections())
+                tracing.enter_context(watched(
+                    None, f"tracing a training step of {self._name} with symbolic sizes"))
             for _ in range(_TRIES):
                 self._bring_up_to_date(graph, call, present, args, kwargs)
                 started = time.monotonic()
