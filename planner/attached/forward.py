@@ -69,7 +69,7 @@ from planner._graph_capture.torch_compat import (
     runs_again,
 )
 from planner.arguments.inputs import named_dimensions, size_name
-from planner.attached.known import GraphPlanner
+from planner.attached.known import GraphPlanner, OptimizerTraces
 from planner.attached.measuring import (
     CLOSE,
     abandon,
@@ -182,6 +182,7 @@ class PlanningForward(ObservingForward):
         self._may_select_more = True
         """True if steps may be planned for larger selections by values than they make."""
         self._symbolic = SymbolicGraphs(self.__self__, self.inner)
+        self._optimizer_traces = OptimizerTraces()
         self._begin_observing()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -497,7 +498,8 @@ class PlanningForward(ObservingForward):
             step = graph.symbolic_step(planned_args, planned_kwargs)
             planner = GraphPlanner(
                 module, planned_args, planned_kwargs, settings.planning, settings.limit,
-                settings.batches_ahead, partial(alive, self._optimizers), step, graph.earlier)
+                settings.batches_ahead, partial(alive, self._optimizers), self._optimizer_traces,
+                step, graph.earlier)
             del planned_args, planned_kwargs
             graph.note(present)
             graph.loss, graph.planner = self._expected_loss(planner, graph), planner
@@ -546,8 +548,8 @@ class PlanningForward(ObservingForward):
         with self._planning() as watch:
             make = partial(
                 GraphPlanner, module, args, kwargs, settings.planning, settings.limit,
-                settings.batches_ahead, partial(alive, self._optimizers), early=dict(self._early),
-                has_other_loss=self._has_other_loss,
+                settings.batches_ahead, partial(alive, self._optimizers), self._optimizer_traces,
+                early=dict(self._early), has_other_loss=self._has_other_loss,
                 is_whole=any(each.is_whole for _, each in planners),
                 has_control_flow=bool(paths),
                 paths_vary=len([each for each in paths if not (

@@ -31,7 +31,7 @@ from torch.optim import Optimizer
 
 from planner._apply.blocks import PlannedBlocks
 from planner._apply.call_signature import signature_of, tensor_keys
-from planner._apply.rewrite_spec import SymbolicSizes
+from planner._apply.rewrite_spec import ParameterKey, SymbolicSizes
 from planner._graph_capture.capture import CapturedStep, SymbolicStep
 from planner._graph_capture.completed import (
     with_earlier_gradients,
@@ -142,21 +142,44 @@ class _Completed:
     forward alone."""
 
 
+class OptimizerTraces:
+    """The last trace of the optimizers, which the graphs of a model share."""
+
+    def __init__(self) -> None:
+        self._last: tuple[object, OptimizerTrace | None] | None = None
+
+    def of(self, step: CapturedStep, tensors: tuple[ParameterKey, ...],
+           optimizers: tuple[ref[Optimizer], ...] | None, assumed: str | None
+           ) -> OptimizerTrace | None:
+        """Memory of these optimizers' steps, of `assumed` where it is given, after a step of the
+        model with these tensors; `None` without any."""
+        alive = tuple(found for each in optimizers or () if (found := each()) is not None)
+        with_gradient = step.baseline.with_gradient
+        key = (optimizers, assumed, with_gradient, tensors, {*step.tracing.early}, [
+            id(parameter) for each in alive for group in each.param_groups
+            for parameter in group["params"]])
+        if self._last is None or self._last[0] != key:
+            self._last = key, step.tracing.optimizer(assumed or alive or None, with_gradient)
+        return self._last[1]
+
+
 class GraphPlanner:
     """Plans one graph of a model: the step that began with some call."""
 
     def __init__(self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any],
                  planning: Planning, limit: Budget | None, batches_ahead: int = 0,
                  stepping: Callable[[], Sequence[Optimizer]] = tuple,
+                 optimizer_traces: OptimizerTraces | None = None,
                  symbolic: SymbolicStep | None = None, earlier: Searched | None = None,
                  early: EarlyGradients | None = None, is_whole: bool = False,
                  has_other_loss: bool = False, has_control_flow: bool = False,
                  earlier_answers: Sequence[tuple[Answer, ...]] = (), may_select_more: bool = True,
                  paths_vary: bool = False, known: Known | None = None) -> None:
         """Capture the step; raises `CaptureError`.  `batches_ahead`: how many batches the caller
-        holds beside this one; `stepping`: the optimizers that were seen so far; `symbolic`: the
-        step's graph, where it was captured before with symbolic sizes; `earlier`: a plan of that
-        graph at other sizes; `early`: gradients that hooks free as they come; `is_whole`: a deep
+        holds beside this one; `stepping`: the optimizers that were seen so far;
+        `optimizer_traces`: what the model's other graphs know of them; `symbolic`: the step's
+        graph, where it was captured before with symbolic sizes; `earlier`: a plan of that graph at
+        other sizes; `early`: gradients that hooks free as they come; `is_whole`: a deep
         model is one region, too; `has_other_loss`: the loss may be of any of the outputs, though
         one of them is a loss; `has_control_flow`: as it was found in a call of other sizes;
         `earlier_answers`: of such calls, for whose selections there is to be room if
@@ -170,6 +193,7 @@ class GraphPlanner:
         self._has_other_loss = has_other_loss
         self._planning, self._limit, self._batches_ahead = planning, limit, batches_ahead
         self._stepping, self._symbolic = stepping, symbolic
+        self._optimizer_traces = optimizer_traces or OptimizerTraces()
         self._kept_code: TracedCode | None = None  # for another capture of the same call
         self._kept_regions: str | Sequence[str] | None = None
         self._has_captured = False
@@ -201,7 +225,6 @@ class GraphPlanner:
     def _capture(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
                  planning: Planning, earlier: Searched | None = None) -> None:
         self._with_loss: tuple[ObservedLoss, CapturedStep] | None = None
-        self._with_optimizer: tuple[object, OptimizerTrace | None] | None = None
         self._captured_with: ObservedLoss | None = None  # the loss that the step was captured with
         self._captured_without_output = False
         self.earlier = earlier
@@ -826,12 +849,8 @@ class GraphPlanner:
                 max(until, each.until, key=[*Until].index)
                 for until, each in zip(lives, step.outputs, strict=True)])
         if planning.optimizer is None or known.optimizers:
-            alive = tuple(found for each in known.optimizers or () if (found := each()) is not None)
-            key = known.optimizers, assumed_optimizer, step.baseline.with_gradient
-            if self._with_optimizer is None or self._with_optimizer[0] != key:
-                self._with_optimizer = key, step.tracing.optimizer(
-                    assumed_optimizer or alive or None, step.baseline.with_gradient)
-            step = replace(step, optimizer_steps=self._with_optimizer[1])
+            step = replace(step, optimizer_steps=self._optimizer_traces.of(
+                step, self._tensors, known.optimizers, assumed_optimizer))
         return with_earlier_gradients(step) if known.accumulates else step
 
 
