@@ -155,8 +155,14 @@ class Backend:
         cannot start over."""
         self.is_trial = False
         """True if a graph that is not the plan's ends the call although others have run."""
+        self.fallback: Fallback | None = None
+        """Replacement for a graph that is not the plan's once others have run; `None`: that is an
+        error, and so is a gradient that is not planned."""
         self.met_unplanned_gradient = False
         """True if a gradient came through an output that the plan took for one without."""
+        self._unplanned: PlanMismatch | None = None
+        self._replaces = False
+        """True if unplanned gradients of the running backward will be replaced."""
 
     def begin_call(self, block: str, module: nn.Module) -> None:
         """Note that the forward of a block is called, or of the model."""
@@ -177,6 +183,29 @@ class Backend:
         if self.running is not None:
             name_modules(module, self.running)
         return branches, self._names(inputs)
+
+    def _follow_gradients(self, outputs: Sequence[Any], args: Sequence[Any],
+                          module: fx.GraphModule, state: CallState | None,
+                          cotangents: Sequence[bool], *, holds_inputs: bool) -> None:
+        """Compute gradients through these outputs of a graph, `module`, that the plan does not;
+        `cotangents`: for each differentiable output, whether its gradient is planned."""
+        pass_absent_gradients(outputs)
+        differentiate_again(outputs, args, module, self.tell_of_double_backward,
+                            _refuse_double_backward, state=state, expected=cotangents,
+                            holds_inputs=holds_inputs, begin=self._begin_to_replace,
+                            unplanned=self._take_unplanned)
+
+    def _begin_to_replace(self) -> None:
+        self._replaces = True
+
+    def _note_unplanned(self, mismatch: PlanMismatch) -> None:
+        if self.fallback is None or not self._replaces:
+            raise mismatch
+        self._unplanned, self.met_unplanned_gradient = mismatch, True
+
+    def _take_unplanned(self) -> PlanMismatch | None:
+        found, self._unplanned, self._replaces = self._unplanned, None, False
+        return found
 
     def tell_of_double_backward(self) -> None:
         """Warn, once."""
@@ -202,17 +231,11 @@ class PlanBackend(Backend):
         self._choose(spec, regions)
         self._compiled_regions = 0
         self._lowered: dict[fx.GraphModule, LoweredGraphs] | None = None
-        self.fallback: Fallback | None = None
-        """Replacement for a graph that is not the plan's once others have run; `None`: that is an
-        error."""
         self.may_take_other_paths = False
         """True if values of tensors decide what runs behind a graph, and so through which of its
         outputs gradients come: then its inputs are held for them."""
         self.takes_larger = False
         """True if larger sizes, which values decide, run under the schedule planned for smaller."""
-        self._unplanned: PlanMismatch | None = None
-        self._replaces = False
-        """True if unplanned gradients of the running backward will be replaced."""
         self._leaves_no_trace = False  # the graph without gradients that was compiled last
         self.runs = Counter[str]()
         """Number of regions of the plan that have run since the model was called, by block: a block
@@ -475,7 +498,7 @@ class PlanBackend(Backend):
         """Code that is called in the place of a graph, `module`; `compiled`: runs it; `joint`: its
         joint graph, where it is one of the plan's; `cotangents`: for each differentiable output,
         whether its gradient is planned."""
-        written = () if joint is None else _written_places(joint)
+        written = () if joint is None else written_places(joint)
         is_whole = len(self._spec.regions) == 1  # its inputs are counted to the end of the step
 
         def call(*args: Any) -> Any:
@@ -486,12 +509,9 @@ class PlanBackend(Backend):
             state = (CallState(args, written) if self.fallback and self._lacks_gradients
                      else None)
             outputs = compiled(*args)
-            pass_absent_gradients(outputs)
-            differentiate_again(outputs, args, module, self.tell_of_double_backward,
-                                refuse_double_backward, state=state, expected=cotangents(),
-                                holds_inputs=state is not None and (
-                                    self.may_take_other_paths or is_whole),
-                                begin=self._begin_to_replace, unplanned=self._take_unplanned)
+            self._follow_gradients(
+                outputs, args, module, state, cotangents(), holds_inputs=state is not None and (
+                    self.may_take_other_paths or is_whole))
             return outputs
 
         return call
@@ -516,18 +536,6 @@ class PlanBackend(Backend):
         """The backward of a region, with a check of its cotangents."""
         return checked_backward(run_backward, GradientLayout.of(match.lowered.joint),
                                 match.region.cotangents, self._note_unplanned)
-
-    def _begin_to_replace(self) -> None:
-        self._replaces = True
-
-    def _note_unplanned(self, mismatch: PlanMismatch) -> None:
-        if self.fallback is None or not self._replaces:
-            raise mismatch
-        self._unplanned, self.met_unplanned_gradient = mismatch, True
-
-    def _take_unplanned(self) -> PlanMismatch | None:
-        found, self._unplanned, self._replaces = self._unplanned, None, False
-        return found
 
     def _prepared(self, match: Match, graphs: RewrittenRegion, num_outputs: int
                   ) -> RewrittenRegion:
@@ -627,7 +635,7 @@ def check_branches(branches: Sequence[Branch], args: Sequence[Any]) -> None:
                 "which does")
 
 
-def refuse_double_backward() -> None:
+def _refuse_double_backward() -> None:
     """Raise `CaptureError`: what was compiled is differentiated once."""
     raise CaptureError(
         "a gradient that came through the planned step is differentiated again (create_graph=True, "
@@ -638,7 +646,7 @@ def refuse_double_backward() -> None:
         "model that are differentiated once")
 
 
-def _written_places(joint: fx.GraphModule) -> tuple[int, ...]:
+def written_places(joint: fx.GraphModule) -> tuple[int, ...]:
     """Positions, among a captured graph's inputs, of those that it writes."""
     sources = primal_sources(primals_of(joint))
     written = mutated_inputs(joint.graph.output_node()).values()

@@ -21,14 +21,14 @@ from torch import fx, nn
 
 from planner._apply.call_signature import input_tensors
 from planner._apply.errors import PlanMismatch
-from planner._apply.exchangeable import ScheduledGraphs
+from planner._apply.exchangeable import ScheduledGraphs, Unplanned
 from planner._apply.outputs import watch
 from planner._apply.plan_backend import (
     Backend,
     OtherBranch,
     check_branches,
     different_op,
-    refuse_double_backward,
+    written_places,
 )
 from planner._apply.planned_code import CompiledCode
 from planner._apply.rewrite_spec import RewriteSpec, SymbolicSizes
@@ -42,10 +42,9 @@ from planner._graph_capture.module_forward import Forward
 from planner._graph_capture.output_tensors import output_tensors
 from planner._graph_capture.step.symbolic_region import SymbolicRegion
 from planner._graph_capture.torch_compat import (
+    CallState,
     boxed_callable,
     compile_forward,
-    differentiate_again,
-    pass_absent_gradients,
     sizes_as_they_are,
     symbolic_dimensions,
 )
@@ -83,8 +82,10 @@ class Schedule:
 class SymbolicCallable:
     """A compiled graph with symbolic sizes."""
 
-    def __init__(self, region: SymbolicRegion) -> None:
+    def __init__(self, region: SymbolicRegion, unplanned: Unplanned) -> None:
+        """`unplanned`: is called for a gradient that is not planned."""
         self.region = region
+        self._unplanned = unplanned
         self.schedules: list[Schedule] = []
         """The last that was made comes first."""
         self._new_sizes = 0
@@ -95,7 +96,7 @@ class SymbolicCallable:
     def adopt(self, spec: RewriteSpec, fits: Fits, *, instead: bool) -> Schedule:
         """Run under this rewrite spec where it fits; `instead`: under no earlier one."""
         made = Schedule(
-            ScheduledGraphs.of(spec, 0, self.region.variants[spec.low_peak]), fits)
+            ScheduledGraphs.of(spec, 0, self.region.variants[spec.low_peak], self._unplanned), fits)
         self.schedules = [made, *([] if instead else self.schedules)][:_MOST_SCHEDULES]
         self._served.clear()
         return made
@@ -146,10 +147,15 @@ class SymbolicBackend(Backend):
         of_call = {id(tensor): name for name, tensor in self.tensors.items()}
         called_with = [of_call.get(id(value)) for value in inputs]
 
+        written: tuple[int, ...] = ()
+
         def target_of(joint: fx.GraphModule, num_outputs: int) -> SymbolicCallable:
+            nonlocal written
+            written = written_places(joint)
             try:
                 return SymbolicCallable(SymbolicRegion.of(
-                    joint, num_outputs, self._cotangents, given, called_with, self.dimensions))
+                    joint, num_outputs, self._cotangents, given, called_with, self.dimensions),
+                    self._note_unplanned)
             except (CaptureError, ValueError) as error:
                 raise PlanMismatch(str(error)) from error
 
@@ -161,12 +167,13 @@ class SymbolicBackend(Backend):
             if self.planned_runs:
                 raise PlanMismatch("the model's graph breaks with symbolic sizes")
             check_branches(branches, args)
+            lacks_gradients = target is not None and False in self._cotangents
+            state = CallState(args, written) if self.fallback and lacks_gradients else None
             outputs = compiled(*args)
             self.has_run = self.has_begun = True
             self.planned_runs += target is not None
-            pass_absent_gradients(outputs)
-            differentiate_again(outputs, args, module, self.tell_of_double_backward,
-                                refuse_double_backward)
+            self._follow_gradients(outputs, args, module, state, self._cotangents,
+                                   holds_inputs=state is not None)
             if self.is_trial:
                 self.returned = outputs
             if target is not None:

@@ -216,11 +216,12 @@ class Region:
 
 @dataclass(frozen=True, slots=True)
 class ModelOutput:
-    """A buffer that the model returns."""
+    """A buffer that the model returns, or holds in an attribute."""
 
     buffer: int
     tensors: tuple[int, ...]
-    """Tensors of the model's output in the buffer, counted through containers."""
+    """Tensors of the model's output in the buffer, counted through containers; none if an attribute
+    holds it."""
     region: int
     """The region that makes it."""
     places: tuple[int, ...]

@@ -113,6 +113,9 @@ class Recording:
     """The code between the regions; `None`: the model is one region and nothing else."""
     graphs: CapturedGraphs | None = None
     """For other backends to compile, where they are to be kept."""
+    kept_outputs: frozenset[tuple[int, int]] = frozenset()
+    """(call, position of an output) that is alive at the end of the step: the model returns it, or
+    holds it in an attribute."""
     freed_gradients: tuple[int, ...] = ()
     """For a model of one region, primals whose gradients the loop frees, in that order."""
     asked: dict[str, str] = field(default_factory=dict)
@@ -278,6 +281,8 @@ def _follow_uncaptured(
     recording = recorder.recording
     recording.read |= {place for place, (_, leaf) in enumerate(named_inputs(fake_copy))
                        if storage_key(leaf) in tracker.read}
+    recording.kept_outputs = frozenset(
+        key for key, gap in seen.outputs_released.items() if gap is None)
     recording.calls_again = tracker.calls if found else len(recording.calls)
     if found:
         recording.uncaptured = seen

@@ -29,8 +29,8 @@ class RegionUse:
     linked_inputs: Mapping[int, tuple[int, int]]
     """Index of a primal -> (region, storage of that region) that it is."""
     returned: Mapping[int, tuple[list[int], list[int]]]
-    """Storages of its outputs that the model returns -> the tensors of the model's output in it,
-    and the outputs of the region."""
+    """Storages of its outputs that the model returns, or holds in an attribute -> the tensors of
+    the model's output in it, and the outputs of the region."""
     released: Mapping[int, int]
     """Storage of an output -> the last gap in which uncaptured code keeps it alive."""
     block: str = ""
@@ -84,8 +84,9 @@ def region_uses(recording: Recording, variant: JointVariant, *, elides_output: b
             made[storage_key(tensor)] = (number, storage)
             last = None if recording.uncaptured is None else (
                 recording.uncaptured.outputs_released.get((number, position)))
-            if storage_key(tensor) in held:
-                returned.setdefault(storage, (held[storage_key(tensor)], []))[1].append(position)
+            tensors = held.get(storage_key(tensor))
+            if tensors is not None or (number, position) in recording.kept_outputs:
+                returned.setdefault(storage, (tensors or [], []))[1].append(position)
             elif last is not None:
                 released[storage] = max(last, released.get(storage, 0))
         uses.append(RegionUse(

@@ -29,7 +29,8 @@ OUTPUT_RELEASED = "loss/output released#0"
 def with_output_released(graph: TrainingGraph, lives: Sequence[Until]) -> TrainingGraph:
     """The step in which the output is released; `lives`: lifetime of each tensor of it."""
     read = {buffer for op in graph.ops if op.phase is Phase.BACKWARD for buffer in op.inputs}
-    until = {each: max((lives[tensor] for tensor in each.tensors), key=[*Until].index)
+    until = {each: max((lives[tensor] for tensor in each.tensors), key=[*Until].index,
+                       default=Until.END)
              for each in graph.outputs if graph.buffers[each.buffer].kept_to_end}
     until = {each: end if end is not Until.MODEL_BACKWARD else (
                 Until.LOSS_BACKWARD if each.buffer in read else Until.END)

@@ -69,6 +69,7 @@ from planner._graph_capture.torch_compat import (
     runs_again,
 )
 from planner.arguments.inputs import named_dimensions, size_name
+from planner.attached.held import attributes_of
 from planner.attached.known import GraphPlanner, OptimizerTraces
 from planner.attached.measuring import (
     CLOSE,
@@ -272,8 +273,10 @@ class PlanningForward(ObservingForward):
             self.steps.count(_DIFFERENTIATED_AGAIN)
             return self.plain(*args, **kwargs)
         returned = self._returned_before(args, kwargs)
-        present, returned_before = self._present(returned), [*map(ref, returned)]
-        del returned  # the loop may let go of it
+        attributes = self._attributes.of_earlier_steps()
+        present = self._present(returned, attributes)
+        before = [*map(ref, returned)], [*map(ref, attributes)]
+        del returned, attributes  # the loop may let go of them
         compiled = self._compilations
         if on_trial := self._plain_values.are_on_trial:
             known = None  # it may turn out to be another graph
@@ -311,7 +314,7 @@ class PlanningForward(ObservingForward):
         note_call(self, graph, is_planned=reason is None)
         enter_phase(f"after the forward of {self._name}, for example by the loss")
         self._counts.calls += 1
-        self._observe(graph, present, output, returned_before)
+        self._observe(graph, present, output, *before)
         return output
 
     def _is_without_gradient(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -343,6 +346,15 @@ class PlanningForward(ObservingForward):
               args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[PlannedGraph, Any]:
         """Run the step under a plan that serves it; returns that graph, and the output.  `known`:
         the graph that has served such a call."""
+        if not self._has_other_loss and any(
+                graph.code.met_unplanned_gradient for graph in self.graphs):
+            log.warning("%s: the loop differentiates more of its outputs than its loss: the step "
+                        "before was computed as it is written, and nothing kept it within the "
+                        "budget; steps are planned with these outputs from now on", self._name)
+            self._has_other_loss = True
+            self.graphs.clear()
+            self._symbolic = SymbolicGraphs(self.__self__, self.inner)
+            self._unforeseen_bytes = 0  # as written, it took more than it will
         named = self._named_sizes(args, kwargs)
         may_vary = self.settings.on_new != "refuse" and not self._early
         pending = present.graphs
@@ -354,14 +366,6 @@ class PlanningForward(ObservingForward):
                 symbolic, call, named, present, args, kwargs)):
             return found
         refusal = ""
-        if not self._has_other_loss and any(
-                graph.code.met_unplanned_gradient for graph in self.graphs):
-            log.warning("%s: the loop differentiates more of its outputs than its loss: the step "
-                        "before was computed as it is written, and nothing kept it within the "
-                        "budget; steps are planned with these outputs from now on", self._name)
-            self._has_other_loss = True
-            self.graphs.clear()
-            self._unforeseen_bytes = 0  # as written, it took more than it will
         grew = False
         # Calls may take turns: the one after a graph's is tried first, the last one's next.
         after = None if self.running is None else self.running.followed_by()
@@ -499,7 +503,7 @@ class PlanningForward(ObservingForward):
             planner = GraphPlanner(
                 module, planned_args, planned_kwargs, settings.planning, settings.limit,
                 settings.batches_ahead, partial(alive, self._optimizers), self._optimizer_traces,
-                step, graph.earlier)
+                self._attributes.of_earlier_steps, step, graph.earlier)
             del planned_args, planned_kwargs
             graph.note(present)
             graph.loss, graph.planner = self._expected_loss(planner, graph), planner
@@ -549,7 +553,8 @@ class PlanningForward(ObservingForward):
             make = partial(
                 GraphPlanner, module, args, kwargs, settings.planning, settings.limit,
                 settings.batches_ahead, partial(alive, self._optimizers), self._optimizer_traces,
-                early=dict(self._early), has_other_loss=self._has_other_loss,
+                self._attributes.of_earlier_steps, early=dict(self._early),
+                has_other_loss=self._has_other_loss,
                 is_whole=any(each.is_whole for _, each in planners),
                 has_control_flow=bool(paths),
                 paths_vary=len([each for each in paths if not (
@@ -757,13 +762,18 @@ class PlanningForward(ObservingForward):
                        held_bytes=math.ceil(scale * seen.held_bytes))
 
     def _observe(self, graph: PlannedGraph, present: Present, output: Any,
-                 returned_before: Sequence[ref[torch.Tensor]]) -> None:
+                 returned_before: Sequence[ref[torch.Tensor]],
+                 attributes_before: Sequence[ref[torch.Tensor]]) -> None:
         """Watch the loss and the backward as long as they are not known."""
         pending = PendingCall(graph)
         pending.returned_before = returned_before
         self._returned.add(output_tensors(output), pending)
-        watch_output(output, partial(_note_backward, ref(self), graph, present, pending))
         planner = graph.planner
+        if planner is not None and planner.has_attributes:
+            self._attributes.add(
+                attributes_of(self.__self__, planner.own_tensors), pending)
+        pending.attributes_before = attributes_before
+        watch_output(output, partial(_note_backward, ref(self), graph, present, pending))
         if planner is None or runs_again():
             return
         if self._has_other_loss and graph.loss is None and planner.may_leave_losses:

@@ -51,6 +51,15 @@ def tensors_of(model: nn.Module, optimizers: Iterable[Optimizer] = ()) -> list[t
     return strided_tensors([*model.parameters(), *gradients_of(model), *model.buffers(), states])
 
 
+def attributes_of(model: nn.Module, own: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """The tensors that attributes of the modules refer to, but for parameters, buffers and `own`.
+    """
+    known = {*map(storage_key, strided_tensors([*own, *tensors_of(model)]))}
+    attributes = [[*vars(module).values()] for module in model.modules()]
+    return [tensor for tensor in strided_tensors(attributes)
+            if storage_key(tensor) not in known and _has_memory(tensor)]
+
+
 def held_bytes(model: nn.Module, optimizers: Iterable[Optimizer] = ()) -> int:
     """Bytes of parameters, buffers, gradients and optimizer states; on a GPU all requested bytes.
     """

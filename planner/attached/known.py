@@ -69,13 +69,13 @@ from planner._graph_capture.plain_step.observed_loss import (
     StepWatch,
     UnmeasuredLoss,
 )
-from planner._graph_capture.torch_compat import wrapping_data_parallel
+from planner._graph_capture.torch_compat import storage_key, wrapping_data_parallel
 from planner._graph_capture.training_graph import HELD_IN_FORWARD, ModelOutput
 from planner.api import capture_call
 from planner.arguments.budget import Budget
 from planner.arguments.inputs import describe_inputs
 from planner.arguments.planning import Planning
-from planner.attached.held import device_of, held_bytes
+from planner.attached.held import bytes_on, device_of, held_bytes
 from planner.attached.outside import Known, Outside, plain_saved_bytes, saved_bytes
 from planner.errors import InfeasibleBudget
 from planner.plans.decisions import schedule_of
@@ -170,6 +170,7 @@ class GraphPlanner:
                  planning: Planning, limit: Budget | None, batches_ahead: int = 0,
                  stepping: Callable[[], Sequence[Optimizer]] = tuple,
                  optimizer_traces: OptimizerTraces | None = None,
+                 left: Callable[[], Sequence[torch.Tensor]] = tuple,
                  symbolic: SymbolicStep | None = None, earlier: Searched | None = None,
                  early: EarlyGradients | None = None, is_whole: bool = False,
                  has_other_loss: bool = False, has_control_flow: bool = False,
@@ -177,8 +178,9 @@ class GraphPlanner:
                  paths_vary: bool = False, known: Known | None = None) -> None:
         """Capture the step; raises `CaptureError`.  `batches_ahead`: how many batches the caller
         holds beside this one; `stepping`: the optimizers that were seen so far;
-        `optimizer_traces`: what the model's other graphs know of them; `symbolic`: the step's
-        graph, where it was captured before with symbolic sizes; `earlier`: a plan of that graph at
+        `optimizer_traces`: what the model's other graphs know of them; `left`: what earlier calls
+        have left in attributes of the model, which is no part of it; `symbolic`: the step's graph,
+        where it was captured before with symbolic sizes; `earlier`: a plan of that graph at
         other sizes; `early`: gradients that hooks free as they come; `is_whole`: a deep
         model is one region, too; `has_other_loss`: the loss may be of any of the outputs, though
         one of them is a loss; `has_control_flow`: as it was found in a call of other sizes;
@@ -193,7 +195,7 @@ class GraphPlanner:
         self._has_other_loss = has_other_loss
         self._planning, self._limit, self._batches_ahead = planning, limit, batches_ahead
         self._stepping, self._symbolic = stepping, symbolic
-        self._optimizer_traces = optimizer_traces or OptimizerTraces()
+        self._optimizer_traces, self._left = optimizer_traces or OptimizerTraces(), left
         self._kept_code: TracedCode | None = None  # for another capture of the same call
         self._kept_regions: str | Sequence[str] | None = None
         self._has_captured = False
@@ -295,6 +297,10 @@ class GraphPlanner:
         if self._parallel is None and wrapping_data_parallel() is not None:
             # DDP's buckets, in addition to the gradients.
             held_bytes += sum(p.nbytes for p in model.parameters() if p.requires_grad)
+        left = {*map(storage_key, self._left())}
+        held_bytes -= bytes_on(device_of(model), (
+            tensor for tensor in self._step.tracing.fake_copy.fake_of
+            if storage_key(tensor) in left))
         self._code = self._kept_code = self._step.code
         self._kept_regions = planning.regions
         self._has_captured, self.lacks_runs = True, False
@@ -449,12 +455,17 @@ class GraphPlanner:
         return replace(loss, peak_bytes=loss.gradient_bytes, held_bytes=0)
 
     @property
+    def has_attributes(self) -> bool:
+        """True if a call leaves tensors in attributes of the model."""
+        return any(not each.tensors for each in self._step.graph.outputs)
+
+    @property
     def graph_outputs(self) -> tuple[ModelOutput, ...]:
         """Outputs of the model in the captured graph; where that is by blocks, in one of the whole
         model that returns them in their order."""
         found = self._step.graph.outputs
         return found if not self.chose_blocks else tuple(
-            replace(each, region=0, places=each.tensors) for each in found)
+            replace(each, region=0, places=each.tensors) for each in found if each.tensors)
 
     @property
     def cotangents(self) -> tuple[bool, ...]:

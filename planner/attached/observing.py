@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import logging
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 from weakref import WeakKeyDictionary, WeakSet, finalize, ref
@@ -152,6 +152,8 @@ class ObservingForward(CountingForward):
         self._defers_reduction = self._backward_seen = self._in_backward = False
         self._returned = ReturnedTensors()
         self._returned_bytes = 0
+        self._attributes = ReturnedTensors()
+        self._attribute_bytes = 0
         """The most that a call has met of what earlier ones returned."""
         self._gradients_are_used = False
         """True if an optimizer has stepped since the last backward."""
@@ -275,7 +277,8 @@ class ObservingForward(CountingForward):
         device, optimizers = device_of(self.__self__), alive(self._optimizers)
         inputs = output_tensors((args, kwargs))
         own = [*planner.own_tensors, *tensors_of(self.__self__, optimizers), *inputs,
-               *self._gradients_of_others(), *self._returned_before(args, kwargs)]
+               *self._gradients_of_others(), *self._returned_before(args, kwargs),
+               *self._attributes.of_earlier_steps()]
         if not isinstance(self.settings.planning.optimizer, str | type):
             # Counted with the optimizer: copies of the parameters, another model.
             own += [p for each in optimizers for group in each.param_groups
@@ -302,14 +305,20 @@ class ObservingForward(CountingForward):
         return [tensor for tensor in self._returned.of_earlier_steps()
                 if tensor.layout is torch.strided and storage_key(tensor) not in inputs]
 
-    def _present(self, returned: Iterable[torch.Tensor]) -> Present:
-        """The memory present as a call begins; `returned`: by earlier calls."""
-        returned_bytes = bytes_on(device_of(self.__self__), returned)
+    def _present(self, returned: Sequence[torch.Tensor], attributes: Sequence[torch.Tensor]
+                 ) -> Present:
+        """The memory present as a call begins; `returned`, `attributes`: what earlier calls have
+        returned, and left in attributes."""
+        device = device_of(self.__self__)
+        returned_bytes = bytes_on(device, returned)
+        attribute_bytes = bytes_on(device, [*returned, *attributes]) - returned_bytes
+        self._attribute_bytes = max(self._attribute_bytes, attribute_bytes)
         if returned_bytes:  # sizes that vary are no news
             returned_bytes = self._returned_bytes = max(self._returned_bytes, returned_bytes)
         return Present.now(
             has_gradients=self._has_gradients, gradient_bytes=self._others_gradient_bytes,
-            returned_bytes=returned_bytes, are_used=self._gradients_are_used)
+            returned_bytes=returned_bytes, are_used=self._gradients_are_used,
+            attribute_bytes=self._attribute_bytes if attribute_bytes else 0)
 
     @property
     def _is_looked_at(self) -> bool:
@@ -474,14 +483,17 @@ class ObservingForward(CountingForward):
         graph.is_differentiated_again |= torch.is_grad_enabled()
         if not pending.begin_backward():
             return
-        left_bytes = bytes_on(device_of(self.__self__), (
-            tensor for each in pending.returned_before if (tensor := each()) is not None))
-        # A small part of what was returned may stay, such as values of the loss.
-        are_left = 2 * left_bytes > present.returned_bytes
+        left_bytes = 0
+        for before, before_bytes in ((pending.returned_before, present.returned_bytes),
+                                     (pending.attributes_before, present.attribute_bytes)):
+            found_bytes = bytes_on(device_of(self.__self__), (
+                tensor for each in before if (tensor := each()) is not None))
+            # A small part of what was returned may stay, such as values of the loss.
+            left_bytes += before_bytes * (2 * found_bytes > before_bytes)
         now = Present.now(
             has_gradients=self._in_backward or self._has_gradients,
             gradient_bytes=self._others_gradient_bytes, running=pending,
-            returned_bytes=present.returned_bytes if are_left else 0)
+            returned_bytes=left_bytes)
         self._in_backward, self._gradients_are_used = True, False
         enter_phase(f"in the backward of {type(self.__self__).__name__}")
         ends = graph.moments.setdefault(present, set())

@@ -319,6 +319,8 @@ class PendingCall:
         """True if its backward has reached the output."""
         self.returned_before: Sequence[ref[torch.Tensor]] = ()
         """What earlier calls had returned, and the loop still referred to as this one began."""
+        self.attributes_before: Sequence[ref[torch.Tensor]] = ()
+        """What earlier calls had left in attributes of the model."""
         _pending.add(self)
 
     def begin_backward(self) -> bool:
@@ -346,7 +348,7 @@ def pending_bytes() -> int:
 
 
 class ReturnedTensors:
-    """What the calls of a model have returned, as long as the loop refers to it."""
+    """What the calls of a model have returned, or left in its attributes, while it is alive."""
 
     def __init__(self) -> None:
         self._found: list[tuple[ref[torch.Tensor], ref[PendingCall]]] = []
@@ -373,23 +375,27 @@ class Present:
     gradient_bytes: int
     """Gradients of other models."""
     returned_bytes: int = 0
-    """Returned by calls whose backward is over."""
+    """Returned by calls whose backward is over, or left in attributes and not replaced."""
+    attribute_bytes: int = 0
+    """Left in attributes of the model by earlier calls, for this one to replace: the plain step
+    lets go of each as it makes the next, captured code of all at its end."""
     are_used: bool = False
     """True if an optimizer has stepped with the gradients that exist."""
 
     @classmethod
     def now(cls, *, has_gradients: bool, gradient_bytes: int, returned_bytes: int,
-            are_used: bool = False, running: PendingCall | None = None) -> Present:
+            attribute_bytes: int = 0, are_used: bool = False,
+            running: PendingCall | None = None) -> Present:
         """The memory present now, without that of the call whose backward is running."""
         calls = Counter(call.graph for call in _pending if call is not running)
         return cls(frozenset(calls.items()), has_gradients, gradient_bytes, returned_bytes,
-                   has_gradients and are_used)
+                   attribute_bytes, has_gradients and are_used)
 
     def later(self) -> Present:
         """What is left of it, as far as can be told, when the backward of the call begins: a loop
         that has stepped resets gradients, and lets go of an output as it assigns the next."""
         return replace(self, has_gradients=self.has_gradients and not self.are_used,
-                       returned_bytes=0, are_used=False)
+                       returned_bytes=0, attribute_bytes=0, are_used=False)
 
     @property
     def graphs(self) -> set[PlannedGraph]:
@@ -399,7 +405,8 @@ class Present:
     def outside(self, graph: PlannedGraph) -> Moment:
         """The memory present outside a call of `graph`."""
         pending = 0
-        others_bytes = plain_bytes = self.gradient_bytes + self.returned_bytes
+        plain_bytes = self.gradient_bytes + self.returned_bytes
+        others_bytes = plain_bytes + self.attribute_bytes
         for each, count in self.pending:
             found = each()
             if found is graph:

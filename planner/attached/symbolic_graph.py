@@ -41,6 +41,7 @@ from planner._graph_capture.torch_compat import (
 from planner.arguments.inputs import size_name
 from planner.attached.known import GraphPlanner, Searched
 from planner.attached.planned_graph import PlannedGraph
+from planner.captured_graph import with_least_memory
 from planner.plans.plan import Plan
 from planner.step.other_sizes import SizedPeak
 
@@ -87,6 +88,7 @@ class SymbolicGraph(PlannedGraph):
         """Of its first trace."""
         self.code = SymbolicCode(module, fixed.planner.cotangents,
                                  returns_in_order=fixed.planner.chose_blocks)
+        self.code.fall_back(with_least_memory)
 
     def compile_again(self, module: nn.Module) -> None:
         """Capture and plan anew in the next call: torch may have given up on code that raised."""
