@@ -44,6 +44,7 @@ from planner._graph_capture.module_forward import (
     in_place_of_forwards,
     own_forward,
 )
+from planner._graph_capture.outside_state import OutsideState
 from planner._graph_capture.random_state import Dice
 from planner._graph_capture.torch_compat import (
     as_plain_code,
@@ -223,18 +224,20 @@ def code_of(model: nn.Module, spec: RewriteSpec, *, may_exchange: bool = False,
 def run_step(code: Code | CompiledCode, spec: RewriteSpec, module: nn.Module, own: Forward | None,
              args: tuple[Any, ...], kwargs: dict[str, Any], *, is_trial: bool = False) -> Any:
     """Call `code(module, own, ...)` with the arguments that the rewrite spec expects.  `is_trial`:
-    random state and buffers are left as they were where the call raises `PlanMismatch`, though a
-    part may have run."""
+    random state, buffers and what the code has changed outside are left as they were where the call
+    raises `PlanMismatch`, though a part may have run."""
     args, kwargs = with_distinct_tensors(args, {**dict(spec.overrides), **kwargs})
     finish = with_missing_cache if spec.overrides else lambda output: output
     if not is_trial:
         return finish(code(module, own, *args, **kwargs))
     restore = ModelState(module).restore
+    outside = OutsideState(module, with_attributes=True, copies_tensors=False)
     code.is_trial = True
     try:
         return finish(code(module, own, *args, **kwargs))
     except PlanMismatch:
         restore()
+        outside.put_back()
         raise
     finally:
         code.is_trial = False

@@ -24,7 +24,7 @@ import weakref
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import numpy
 import torch
@@ -46,12 +46,17 @@ _STORE_GLOBAL = dis.opmap["STORE_GLOBAL"]
 class OutsideState:
     """That state at some moment."""
 
-    def __init__(self, model: nn.Module | None = None, *, with_attributes: bool = False) -> None:
+    def __init__(self, model: nn.Module | None = None, *, with_attributes: bool = False,
+                 holds_tensors: bool = False, copies_tensors: bool = True) -> None:
         """`None`: no state.  `with_attributes`: those of the model's modules, too, but for
-        parameters and buffers."""
-        found = _Search() if model is None else _Search.of(model, with_attributes)
+        parameters and buffers.  `holds_tensors`: what containers contain is kept alive.
+        `copies_tensors`: small tensors are put back that are written in place."""
+        found = _Search(copies_tensors)
+        if model is not None:
+            found.search(model, with_attributes)
         self._places, self._containers = found.places, found.containers
-        self._values = [_weakly(value) for value in self.values()]
+        self._empty = found.empty
+        self._values = [value if holds_tensors else _weakly(value) for value in self.values()]
 
     def again(self) -> AbstractContextManager[None]:
         """Inside, the state is as it was at that moment; behind it, it is what it is now."""
@@ -84,6 +89,9 @@ class OutsideState:
             return [place.read() for place in self._places]
 
     def _put(self, values: Iterable[Any]) -> None:
+        for container in self._empty:
+            if container:
+                container.clear()
         with no_active_modes(), torch.no_grad():
             for place, value in zip(self._places, values, strict=True):
                 if value is not _GONE:
@@ -100,27 +108,28 @@ class _Place(NamedTuple):
 class _Search:
     """The places that a model's code reaches."""
 
-    def __init__(self) -> None:
+    def __init__(self, copies_tensors: bool) -> None:
         self.places: list[_Place] = []
         self.containers: list[Any] = []
+        self.empty: list[Any] = []
+        """Those of the containers that are empty."""
+        self._copies_tensors = copies_tensors
         self._seen: dict[int, object] = {}  # kept alive, so that identities stay
         self._seen_methods: set[tuple[type, str]] = set()
         self._pending: deque[object] = deque()
 
-    @classmethod
-    def of(cls, model: nn.Module, with_attributes: bool) -> Self:
-        """A search that is done."""
-        search = cls()
+    def search(self, model: nn.Module, with_attributes: bool) -> None:
+        """Find them."""
         for module in model.modules():
             attributes = vars(module)
             if with_attributes:
-                search._container(attributes)
-            search._pending += [hook for kind in HOOKS for hook in attributes[kind].values()]
-            search._pending.append(attributes.get("forward"))
-            search._methods(type(module), "forward")
-        while search._pending and len(search._seen) < _MOST_OBJECTS:
-            search._visit(search._pending.popleft())
-        return search
+                self._container(attributes)
+            self._pending += [hook for kind in HOOKS if attributes[kind]
+                              for hook in attributes[kind].values()]
+            self._pending.append(attributes.get("forward"))
+            self._methods(type(module), "forward")
+        while self._pending and len(self._seen) < _MOST_OBJECTS:
+            self._visit(self._pending.popleft())
 
     def _visit(self, value: Any) -> None:
         if id(value) in self._seen or isinstance(value, _NO_STATE):
@@ -181,16 +190,19 @@ class _Search:
         if len(value) > _MOST_ITEMS:
             return
         self.containers.append(value)
-        if isinstance(value, dict):
-            self._pending += value.values()
+        if not value:
+            self.empty.append(value)
+        elif isinstance(value, dict):
+            self._pending += [each for each in value.values() if type(each) not in _SCALARS]
             self.places.append(_Place(lambda: dict(value), functools.partial(_put_dict, value)))
         else:
             self._pending += value
             self.places.append(_Place(lambda: list(value), functools.partial(_put_items, value)))
 
     def _tensor(self, tensor: torch.Tensor) -> None:
-        if type(tensor) is torch.Tensor and tensor.layout is torch.strided and (
-                not tensor.is_meta and tensor.nbytes <= _LARGEST_TENSOR_BYTES):
+        if self._copies_tensors and type(tensor) is torch.Tensor and (
+                tensor.layout is torch.strided and not tensor.is_meta
+                and tensor.nbytes <= _LARGEST_TENSOR_BYTES):
             alive = weakref.ref(tensor)
 
             def read() -> torch.Tensor | None:
@@ -208,6 +220,7 @@ class _Search:
 _CONTAINERS = (list, deque, set, dict, OrderedDict, defaultdict, Counter)
 """Those of other classes may do anything when they are read: transformers' mappings import models.
 """
+_SCALARS = frozenset({bool, int, float, str, type(None)})
 _NO_STATE = (nn.Module, type, types.ModuleType, types.BuiltinFunctionType, torch.optim.Optimizer,
              str, int, float, bytes, type(None))
 
@@ -260,13 +273,17 @@ def _strongly(value: Any) -> Any:
                           for each, mine in zip(found, value, strict=True))
             return _GONE if is_gone else found
         case dict():
-            found = _strongly([*value.values()])
-            return _GONE if found is _GONE else dict(zip(value, found, strict=True))
+            # What else it contains is put back.
+            return {key: each if not isinstance(each, _TensorReference) else (
+                        _GONE if (found := each()) is None else found)
+                    for key, each in value.items()}
         case _:
             return value
 
 
 def _put_dict(value: dict[Any, Any], before: dict[Any, Any]) -> None:
+    before = {name: each for name, found in before.items()
+              if (each := value.get(name, _GONE) if found is _GONE else found) is not _GONE}
     if len(value) != len(before) or any(
             name not in value or value[name] is not each for name, each in before.items()):
         value.clear()

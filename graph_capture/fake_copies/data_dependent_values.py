@@ -2,12 +2,12 @@
 
 Code that branches on a value (`if x.sum() > 0`), logs one (`x.max().item()`), or selects by values
 (`x[x > 0]`, `nonzero`) cannot be traced without data.  One call without gradients, which needs
-little memory, gives the values and the sizes of selections.  Random state, buffers, and parameters
-that the code writes are restored afterwards, so that the next call asks for the same values.
+little memory, gives the values and the sizes of selections.  What the call changes is put back, so
+that the next one asks for the same values.
 
-Blind spots: those of `graph_capture.model_state`; values read without the dispatcher (`numpy`, the
-`tolist` of more than 1,000) are not seen, and are 0 in the capture unless the tensor is an input of
-integers.
+Blind spots: those of `graph_capture.model_state` and `graph_capture.outside_state`; values read
+without the dispatcher (`numpy`, the `tolist` of more than 1,000) are not seen, and are 0 in the
+capture unless the tensor is an input of integers.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from planner._graph_capture.fake_copies.storage_less import (
     makes_size_by_values,
 )
 from planner._graph_capture.model_state import ModelState
+from planner._graph_capture.outside_state import OutsideState
 from planner._graph_capture.torch_compat import (
     NoStaticShape,
     TorchDispatchMode,
@@ -70,12 +71,14 @@ def data_dependent_values(model: nn.Module, call: Callable[[], object]) -> tuple
     """The values that `call`, which calls the model, asks for, in order.  A result whose size
     depends on values is a meta tensor."""
     state = ModelState(model)
+    outside = OutsideState(model, with_attributes=True, holds_tensors=True)
     recorder = ValueRecorder(state.note_writes)
     try:
         with torch.no_grad(), listed_by_items(), recorder:
             call()
     finally:
         state.restore()
+        outside.put_back()
     return tuple(recorder.values)
 
 

@@ -143,9 +143,9 @@ _COMPILED_EACH_TIME = 5
 """Calls in a row of one planned graph in which code is compiled, before a warning says so."""
 _IS_COMPILED_EACH_TIME = (
     "parts of the model are compiled anew in each call, which takes seconds: its code takes "
-    "another path each time (loops whose length follows from sizes), or computes with numbers that "
-    "it reads from tensors (.item(), float(tensor)), and torch compiles what follows for each; "
-    "compute with the tensor instead")
+    "another path each time (loops whose length follows from sizes), or computes with, or stores, "
+    "numbers that it reads from tensors (.item(), float(tensor)), and torch compiles what follows "
+    "for each; compute with the tensor instead, and store it")
 
 
 class PlanningForward(ObservingForward):

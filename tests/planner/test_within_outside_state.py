@@ -117,6 +117,37 @@ def test_state_outside_of_the_model_changes_once(change):
     assert_same_gradients(net, other)
 
 
+class Logging(Blocks):
+    """Keeps numbers that it reads from tensors, and decides by one; `log` is not its own."""
+
+    def __init__(self, log: list[float]) -> None:
+        super().__init__()
+        self.own, self.total = [], {"count": 0, "sum": 0.0}
+        self.blocks[2].register_forward_hook(
+            lambda module, args, output: log.append(output.detach().std().item()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.hidden(x)
+        largest = x.detach().abs().max().item()
+        self.own.append(largest)
+        self.total["count"] += 1
+        self.total["sum"] += largest
+        return self.last(x if largest < 3 else 0.5 * x)
+
+
+def test_numbers_that_are_read_from_tensors_are_kept_once():
+    logs: list[list[float]] = [[], []]
+    plain, planned = map(Logging, logs)
+    planner.within(planned, "80%", time_limit=1)
+    for step in range(4):
+        x = (1 + step % 2) * torch.randn(256, 32)
+        for model in (plain, planned):
+            model.zero_grad()
+            model(x).square().mean().backward()
+        assert_same_gradients(planned, plain)
+        assert (planned.own, planned.total, logs[1]) == (plain.own, plain.total, logs[0])
+
+
 @pytest.mark.parametrize("where", ["attribute", "list"])
 def test_losses_that_a_call_leaves_elsewhere_are_planned(where):
     """Auxiliary losses of a mixture of experts, in a list of the model or of the loop."""
