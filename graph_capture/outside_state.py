@@ -275,7 +275,7 @@ def _strongly(value: Any) -> Any:
         case dict():
             # What else it contains is put back.
             return {key: each if not isinstance(each, _TensorReference) else (
-                        _GONE if (found := each()) is None else found)
+                        _GONE if (tensor := each()) is None else tensor)
                     for key, each in value.items()}
         case _:
             return value
