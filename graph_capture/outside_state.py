@@ -98,6 +98,43 @@ class OutsideState:
                     place.put(value)
 
 
+class Attributes:
+    """What attributes of a model's modules refer to at some moment, and what lists, dicts and the
+    like among them contain; but for what every module has, and for attributes that come later."""
+
+    def __init__(self, model: nn.Module | None = None) -> None:
+        """`None`: no attributes."""
+        self._of_modules: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        self._contents: list[tuple[Any, Any]] = []
+        for module in () if model is None else model.modules():
+            before = {name: value for name, value in vars(module).items()
+                      if name not in _OF_EVERY_MODULE}
+            self._of_modules.append((vars(module), before))
+            self._note([*before.values()])
+
+    def _note(self, pending: list[Any]) -> None:
+        seen = set[int]()
+        while pending and len(seen) < _MOST_OBJECTS:
+            value = pending.pop()
+            if type(value) is tuple:
+                pending += value
+            elif type(value) in _CONTAINERS and id(value) not in seen and len(value) <= _MOST_ITEMS:
+                seen.add(id(value))
+                items = dict(value) if isinstance(value, dict) else list(value)
+                self._contents.append((value, items))
+                pending += items.values() if isinstance(items, dict) else items
+
+    def put_back(self) -> None:
+        """Let them refer to it again."""
+        for attributes, before in self._of_modules:
+            attributes.update(before)
+        for container, items in self._contents:
+            (_put_dict if isinstance(items, dict) else _put_items)(container, items)
+
+
+_OF_EVERY_MODULE = frozenset({*vars(nn.Module()), "forward"})
+
+
 class _Place(NamedTuple):
     """One container, object, tensor or generator."""
 

@@ -45,7 +45,7 @@ from planner._graph_capture.memory.allocator import allocated_bytes
 from planner._graph_capture.memory.sparse import strided_tensors
 from planner._graph_capture.module_forward import rebound, take_down
 from planner._graph_capture.output_tensors import output_tensors
-from planner._graph_capture.outside_state import OutsideState
+from planner._graph_capture.outside_state import Attributes, OutsideState
 from planner._graph_capture.random_state import Dice
 from planner._graph_capture.torch_compat import (
     FakeTensor,
@@ -118,6 +118,8 @@ class FakeCopy:
     """The random generators of Python and NumPy where the call begins."""
     outside: OutsideState = field(default_factory=OutsideState)
     """What the model's code reaches outside of it, where the call begins."""
+    attributes: Attributes = field(default_factory=Attributes)
+    """Attributes of its modules where the call begins."""
     left: list[torch.Tensor] = field(default_factory=list)
     """Tensors that the last call has left outside of the model."""
     state_left: list[Any] = field(default_factory=list)
@@ -162,9 +164,13 @@ class FakeCopy:
 
     def call(self, model: Callable[..., Any] | None = None, *, has_backward: bool = False) -> Any:
         """The output of the model, or of what stands for it, in one call; each call throws the same
-        dice and finds the same outside of the model.  `has_backward`: `behind_call` follows."""
-        if self.answers is not None and hasattr(self.mode, "answer_with"):
-            self.mode.answer_with(self.answers)
+        dice and finds the same outside of the model.  With `answers`, which are those of one call,
+        it finds the attributes of that one, too; else a later call finds what the first has set up.
+        `has_backward`: `behind_call` follows."""
+        if self.answers is not None:
+            self.attributes.put_back()
+            if hasattr(self.mode, "answer_with"):
+                self.mode.answer_with(self.answers)
         args, kwargs = self.arguments()
         with (listed_by_items(), self.dice.again(), self.outside.again(),
               running_skipped(self.model, self.skipped)):
@@ -272,7 +278,8 @@ def fake_copy_by(copier: FakeCopier, model: nn.Module, args: tuple[Any, ...],
             parameters_bytes=total_bytes(of_parameters.__contains__),
             buffers_bytes=total_bytes(lambda key: key not in elsewhere),
             inputs_bytes=total_bytes(of_inputs.__contains__)),
-        parameters=parameters, buffers=buffers, fake_of=copier.fake_of)
+        parameters=parameters, buffers=buffers, fake_of=copier.fake_of,
+        attributes=Attributes(fake_copy))
 
 
 def _rebind(values: dict[Any, Any], copies: Mapping[int, Any]) -> None:

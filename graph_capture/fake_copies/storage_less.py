@@ -165,6 +165,8 @@ def storage_less_copy(fake_copy: FakeCopy, extra: tuple[Any, ...] = (), *,
     copier = StorageLessCopier(fake_copy.originals(), device, unknown_is_zero=unknown_is_zero,
                                planned=None if device.type == "cuda" else fake_copy.device,
                                assumes_values=not is_sparse)
+    if fake_copy.answers is not None:
+        fake_copy.attributes.put_back()
     made = fake_copy_by(
         copier, fake_copy.model, fake_copy.args, fake_copy.kwargs, (*fake_copy.extra, *extra),
         fake_copy.device)

@@ -148,6 +148,34 @@ def test_numbers_that_are_read_from_tensors_are_kept_once():
         assert (planned.own, planned.total, logs[1]) == (plain.own, plain.total, logs[0])
 
 
+class Counting(Blocks):
+    """Counts its calls, computes with the count, and reads a value in each third."""
+
+    def __init__(self, log: list[float]) -> None:
+        super().__init__()
+        self.calls, self.log = 0, (log,)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        x = self.hidden(x) * min(1, self.calls / 4)
+        if self.calls % 3 == 0:
+            self.log[0].append(x.detach().norm().item())
+        return self.last(x)
+
+
+def test_values_are_learned_of_the_call_that_follows():
+    logs: list[list[float]] = [[], []]
+    plain, planned = map(Counting, logs)
+    planner.within(planned, "80%", time_limit=1)
+    for _ in range(6):
+        x = torch.randn(256, 32)
+        for model in (plain, planned):
+            model.zero_grad()
+            model(x).square().mean().backward()
+        assert_same_gradients(planned, plain)
+        assert planned.calls == plain.calls and logs[1] == logs[0]
+
+
 @pytest.mark.parametrize("where", ["attribute", "list"])
 def test_losses_that_a_call_leaves_elsewhere_are_planned(where):
     """Auxiliary losses of a mixture of experts, in a list of the model or of the loop."""
