@@ -259,7 +259,7 @@ def capture_step(
     make_layout: Callable[[FakeCopy], RankLayout] | None = None,
     symbolic: SymbolicStep | None = None,
     early: EarlyGradients | None = None, optimizer_in_backward: bool = False,
-    keeps_code: bool = False, code: TracedCode | None = None,
+    keeps_code: bool = False, code: TracedCode | None = None, is_one_call: bool = False,
 ) -> CapturedStep:
     """The training step `loss_fn(model(*args, **kwargs)).backward()` as a graph.
 
@@ -284,7 +284,8 @@ def capture_step(
     step's graph, captured before with symbolic sizes; nothing is traced but the plain step.
     `early`: gradients that the loop uses and frees as they come; with `optimizer_in_backward` these
     are all, for `optimizer`.  `keeps_code`: what is compiled of a model on a device that is present
-    is kept for it to run; `code`: what was kept before of the same step.
+    is kept for it to run; `code`: what was kept before of the same step.  `is_one_call`: it is the
+    step as the model is now, not as later ones are, which find what the first has set up.
 
     Raises `CaptureError` where the model cannot be captured, and `ValueError` for a `keep` that
     names nothing in the model.
@@ -299,7 +300,7 @@ def capture_step(
         extra=() if loss_fn is None else (loss_fn,),
         capability=compute_capability(device_planned_for(model, device), gpu))
     fake_loss = None if loss_fn is None else fake_copy.extra[0]
-    fake_copy = replace(fake_copy, answers=answers, autocast=autocast)
+    fake_copy = replace(fake_copy, answers=answers, autocast=autocast, is_one_call=is_one_call)
     keeps_code &= (backend == "eager" and not early
                    and fake_copy.device == fake_copy.trace_device
                    and may_be_storage_less(fake_copy))

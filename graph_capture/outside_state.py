@@ -24,6 +24,7 @@ import weakref
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy
@@ -55,7 +56,9 @@ class OutsideState:
         if model is not None:
             found.search(model, with_attributes)
         self._places, self._containers = found.places, found.containers
-        self._empty = found.empty
+        if found.empty:  # as most are that a module has, one by one they would take longer
+            self._places.append(_Place(partial(_contents_of, found.empty),
+                                       partial(_put_contents, found.empty)))
         self._values = [value if holds_tensors else _weakly(value) for value in self.values()]
 
     def again(self) -> AbstractContextManager[None]:
@@ -89,9 +92,6 @@ class OutsideState:
             return [place.read() for place in self._places]
 
     def _put(self, values: Iterable[Any]) -> None:
-        for container in self._empty:
-            if container:
-                container.clear()
         with no_active_modes(), torch.no_grad():
             for place, value in zip(self._places, values, strict=True):
                 if value is not _GONE:
@@ -105,12 +105,13 @@ class Attributes:
     def __init__(self, model: nn.Module | None = None) -> None:
         """`None`: no attributes."""
         self._of_modules: list[tuple[dict[str, Any], dict[str, Any]]] = []
-        self._contents: list[tuple[Any, Any]] = []
+        self._containers: list[Any] = []
         for module in () if model is None else model.modules():
             before = {name: value for name, value in vars(module).items()
                       if name not in _OF_EVERY_MODULE}
             self._of_modules.append((vars(module), before))
             self._note([*before.values()])
+        self._contents = _contents_of(self._containers)
 
     def _note(self, pending: list[Any]) -> None:
         seen = set[int]()
@@ -120,16 +121,14 @@ class Attributes:
                 pending += value
             elif type(value) in _CONTAINERS and id(value) not in seen and len(value) <= _MOST_ITEMS:
                 seen.add(id(value))
-                items = dict(value) if isinstance(value, dict) else list(value)
-                self._contents.append((value, items))
-                pending += items.values() if isinstance(items, dict) else items
+                self._containers.append(value)
+                pending += value.values() if isinstance(value, dict) else value
 
     def put_back(self) -> None:
         """Let them refer to it again."""
         for attributes, before in self._of_modules:
             attributes.update(before)
-        for container, items in self._contents:
-            (_put_dict if isinstance(items, dict) else _put_items)(container, items)
+        _put_contents(self._containers, self._contents)
 
 
 _OF_EVERY_MODULE = frozenset({*vars(nn.Module()), "forward"})
@@ -172,7 +171,7 @@ class _Search:
         if id(value) in self._seen or isinstance(value, _NO_STATE):
             return
         self._seen[id(value)] = value
-        if isinstance(value, functools.partial):
+        if isinstance(value, partial):
             self._pending += [value.func, *value.args, *value.keywords.values()]
         elif isinstance(value, types.MethodType):
             self._pending += [value.__func__, value.__self__]
@@ -220,8 +219,8 @@ class _Search:
                 self._pending.append(cell.cell_contents)
         for name in _bound_anew(function.__code__):
             if name in variables:
-                self.places.append(_Place(functools.partial(variables.get, name),
-                                          functools.partial(variables.__setitem__, name)))
+                self.places.append(_Place(partial(variables.get, name),
+                                          partial(variables.__setitem__, name)))
 
     def _container(self, value: Any) -> None:
         if len(value) > _MOST_ITEMS:
@@ -231,10 +230,10 @@ class _Search:
             self.empty.append(value)
         elif isinstance(value, dict):
             self._pending += [each for each in value.values() if type(each) not in _SCALARS]
-            self.places.append(_Place(lambda: dict(value), functools.partial(_put_dict, value)))
+            self.places.append(_Place(lambda: dict(value), partial(_put_dict, value)))
         else:
             self._pending += value
-            self.places.append(_Place(lambda: list(value), functools.partial(_put_items, value)))
+            self.places.append(_Place(lambda: list(value), partial(_put_items, value)))
 
     def _tensor(self, tensor: torch.Tensor) -> None:
         if self._copies_tensors and type(tensor) is torch.Tensor and (
@@ -316,6 +315,21 @@ def _strongly(value: Any) -> Any:
                     for key, each in value.items()}
         case _:
             return value
+
+
+def _contents_of(containers: list[Any]) -> list[Any]:
+    """What each contains; `None` for nothing."""
+    return [None if not each else dict(each) if isinstance(each, dict) else list(each)
+            for each in containers]
+
+
+def _put_contents(containers: list[Any], before: list[Any]) -> None:
+    for container, contents in zip(containers, before, strict=True):
+        if contents is None:
+            if container:
+                container.clear()
+        else:
+            (_put_dict if isinstance(contents, dict) else _put_items)(container, contents)
 
 
 def _put_dict(value: dict[Any, Any], before: dict[Any, Any]) -> None:
