@@ -136,6 +136,8 @@ def decides_by_values(answers: tuple[Answer, ...] | None) -> bool:
 class ValueRecorder(TorchDispatchMode):
     """Records the values that code asks for, in order."""
 
+    supports_higher_order_operators = True
+
     def __init__(self, note_writes: Callable[[Iterable[torch.Tensor]], None] | None = None
                  ) -> None:
         """`note_writes`: called with the tensors that an op writes, before it does."""

@@ -33,6 +33,7 @@ from planner._graph_capture.torch_compat import (
     OpOverload,
     copied_module,
     cotangent_sources,
+    effect_tokens,
     gradient_targets,
     mutated_inputs,
     pytree,
@@ -68,8 +69,9 @@ class JointGraph:
     @property
     def returned(self) -> tuple[int, ...]:
         """Positions of the model's outputs among the forward outputs."""
+        tokens = effect_tokens(self.output)
         return tuple(place for place in range(len(self.forward_outputs))
-                     if place not in self.mutations)
+                     if place not in self.mutations and place not in tokens)
 
     @property
     def read_cotangents(self) -> tuple[frozenset[int], ...]:

@@ -67,7 +67,9 @@ class OpenLoss:
     def __call__(self, output: Any, left: Iterable[torch.Tensor] = ()) -> Objective:
         """All tensors that the caller may differentiate; `left`: found where a call may leave some.
         """
-        goal = objective(output, None)
+        named = _named_loss(output)
+        is_whole = named is None or named.numel() == 1  # else the caller reduces it
+        goal = objective(output, None) if is_whole else _of_all(output)
         returned = output_tensors(output)
         beside: list[torch.Tensor] = []
         if len(goal.roots) == 1 and goal.seeds == (None,):
@@ -126,11 +128,20 @@ def objective(output: Any, loss_fn: LossFn | None, fake_copy: FakeCopy | None = 
         loss = loss_fn(output)
         return loss if isinstance(loss, Objective) else _of_scalar(
             loss, "the loss that `loss_fn` returned")
-    named = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
-    if isinstance(named, torch.Tensor):
+    named = _named_loss(output)
+    if named is not None:
         return _of_scalar(named, "the output's `loss`")
     if isinstance(output, torch.Tensor) and output.numel() == 1 and output.requires_grad:
         return Objective((output,), (None,))
+    return _of_all(output)
+
+
+def _named_loss(output: Any) -> torch.Tensor | None:
+    found = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    return found if isinstance(found, torch.Tensor) else None
+
+
+def _of_all(output: Any) -> Objective:
     roots = tuple(tensor for tensor in output_tensors(output) if tensor.requires_grad)
     if not roots:
         raise CaptureError(

@@ -58,6 +58,8 @@ class StepWatch(MemoryTracker):
     """Follows a real step; a dispatch mode that its owner enters with `begin`, leaves with `end`.
     """
 
+    supports_higher_order_operators = True  # as in what torch captures of `torch.linalg.solve`
+
     def __init__(self, device: torch.device, held: Iterable[torch.Tensor],
                  earlier: StepWatch | None = None, *,
                  existed: Callable[[torch.UntypedStorage], bool] = lambda storage: False) -> None:
@@ -112,7 +114,7 @@ class StepWatch(MemoryTracker):
         func = self._in_place.op_for(func, args)
         out = func(*args, **(kwargs or {}))
         self.op_count += 1
-        if not self.is_closed and isinstance(func, OpOverload) and not func.is_view:
+        if not self.is_closed and not (isinstance(func, OpOverload) and func.is_view):
             self._meet(args)
             self._meet(out)
         return out

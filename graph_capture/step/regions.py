@@ -74,6 +74,7 @@ def region_uses(recording: Recording, variant: JointVariant, *, elides_output: b
             index: made[storage_key(tensor)] for index, tensor in enumerate(call.inputs)
             if isinstance(tensor, torch.Tensor) and storage_key(tensor) in made
             and id(tensor) not in names}
+        given = {storage_key(each) for each in call.inputs if isinstance(each, torch.Tensor)}
         returned: dict[int, tuple[list[int], list[int]]] = {}
         released: dict[int, int] = {}
         for position, (node, tensor) in enumerate(
@@ -85,7 +86,9 @@ def region_uses(recording: Recording, variant: JointVariant, *, elides_output: b
             last = None if recording.uncaptured is None else (
                 recording.uncaptured.outputs_released.get((number, position)))
             tensors = held.get(storage_key(tensor))
-            if tensors is not None or (number, position) in recording.kept_outputs:
+            is_kept = (number, position) in recording.kept_outputs and (
+                storage_key(tensor) not in given)  # a buffer that it updates
+            if tensors is not None or is_kept:
                 returned.setdefault(storage, (tensors or [], []))[1].append(position)
             elif last is not None:
                 released[storage] = max(last, released.get(storage, 0))

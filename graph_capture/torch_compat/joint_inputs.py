@@ -14,6 +14,7 @@ require(__name__)
 
 from torch._functorch._aot_autograd.descriptors import (
     DifferentiableAOTInput,
+    ForwardTokenAOTOutput,
     GradAOTOutput,
     InputMutationAOTOutput,
     PlainAOTInput,
@@ -26,6 +27,13 @@ def mutated_inputs(output: fx.Node) -> dict[int, int]:
     """For each forward output that AOTAutograd copies back into an input after the forward:
     position among the outputs -> index of the input."""
     return _described_inputs(output, InputMutationAOTOutput, "mutated_input")
+
+
+def effect_tokens(output: fx.Node) -> frozenset[int]:
+    """Positions of the outputs that stand for the order of ops with effects, such as the check of
+    errors behind `torch.linalg.solve`; AOTAutograd does not return them."""
+    return frozenset(position for position, description in enumerate(output.meta.get("desc", ()))
+                     if isinstance(description, ForwardTokenAOTOutput))
 
 
 def gradient_targets(output: fx.Node) -> dict[int, int]:

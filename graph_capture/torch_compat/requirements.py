@@ -140,8 +140,9 @@ REQUIRED: dict[str, tuple[str, ...]] = {
     ),
     "joint_inputs": (
         *_of("torch._functorch._aot_autograd.descriptors", "GradAOTOutput(grad_of=)",
-             "DifferentiableAOTInput", "InputMutationAOTOutput(mutated_input=)",
-             "PlainAOTInput(idx=)", "SubclassGetAttrAOTInput(base=, attr=)",
+             "DifferentiableAOTInput", "ForwardTokenAOTOutput",
+             "InputMutationAOTOutput(mutated_input=)", "PlainAOTInput(idx=)",
+             "SubclassGetAttrAOTInput(base=, attr=)",
              "SubclassGetAttrAOTOutput(base=, attr=)"),
     ),
     "memory": (

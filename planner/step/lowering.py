@@ -71,7 +71,8 @@ def _saved_within_regions(graph: TrainingGraph) -> frozenset[int]:
 
 def _segments(graph: TrainingGraph) -> tuple[Segment, ...]:
     """One segment per run of ops of the same region and direction; pseudo-ops of the backward
-    (without a digest) are segments without replays."""
+    (without a digest), and the backward of a region that makes views alone, are segments without
+    replays."""
     segments: list[Segment] = []
     forward_of: dict[int, int] = {}  # region to the segment of its forward
     previous: tuple[int, Phase, bool] | None = None
@@ -83,7 +84,8 @@ def _segments(graph: TrainingGraph) -> tuple[Segment, ...]:
         previous = here
         if ours and op.phase is Phase.FORWARD:
             forward_of[op.region] = len(segments)
-        segments.append(Segment(start=index, replays=(forward_of[op.region],) if ours else ()))
+        replays = (forward_of[op.region],) if ours and op.region in forward_of else ()
+        segments.append(Segment(start=index, replays=replays))
     return tuple(segments)
 
 

@@ -108,7 +108,7 @@ def test_what_is_left_in_attributes_is_counted(leave):
     _check_equal(planned, plain)
     plan = planner.status(planned.model).plan
     assert plan.baseline_peak_bytes == pytest.approx(plain.peaks[-1], abs=64)
-    assert planned.peaks[-1] <= plan.peak_bytes <= 1.005 * planned.peaks[-1]
+    assert planned.peaks[-1] - 64 <= plan.peak_bytes <= 1.005 * planned.peaks[-1]
     assert max(planned.peaks) <= 0.65 * max(plain.peaks)
 
 
