@@ -367,10 +367,11 @@ class PlanningForward(ObservingForward):
             return found
         refusal = ""
         grew = False
-        # Calls may take turns: the one after a graph's is tried first, the last one's next.
+        # Calls may take turns: of the graphs of such a call, the one after a graph's is tried
+        # first, the last one's next.
         after = None if self.running is None else self.running.followed_by()
-        for graph in sorted(self.graphs, key=lambda graph: (graph is not after,
-                                                            graph is not known)):
+        for graph in sorted(self.graphs, key=lambda graph: (
+                graph.call not in (None, call), graph is not after, graph is not known)):
             is_other = graph.call not in (None, call)
             if not graph.may_serve(call) or (is_other and (is_apart or (
                     graph is not known and self._other_calls_refused >= _MOST_REFUSED))):

@@ -33,6 +33,32 @@ def test_recurrent_layers(kind):
     check(lambda: Recurrent(kind, num_layers=2), (torch.arange(192).view(32, 6) % 50,), 0.85)
 
 
+class Rotated(nn.Module):
+    """Layers with a rotation by Cayley's formula; torch checks the solution of its equations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(32, 256), nn.Linear(256, 64)
+        self.matrix = nn.Parameter(0.1 * torch.randn(64, 64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        skew, one = self.matrix - self.matrix.T, torch.eye(64)
+        return self.last(torch.tanh(self.first(x))) @ torch.linalg.solve(one + skew, one - skew)
+
+
+@pytest.mark.parametrize("rows", [(512,) * 3, (512, 400, 256, 300)], ids=["same", "any"])
+def test_ops_with_effects(rows):
+    nets = [Rotated()]
+    nets.append(planner.within(copy.deepcopy(nets[0]), "90%", time_limit=1))
+    for count in rows:
+        x = torch.randn(count, 32)
+        for net in nets:
+            net.zero_grad()
+            net(x).square().mean().backward()
+        assert_same_gradients(nets[1], nets[0])
+    assert planner.steps_of(nets[1]).unplanned == 0
+
+
 class Packed(Recurrent):
     def forward(self, ids: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
         packed = pack_padded_sequence(self.embedding(ids), lengths, batch_first=True)

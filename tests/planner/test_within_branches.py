@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import planner
+from tests.support.training import assert_same_gradients
 
 
 class Gated(nn.Module):
@@ -283,6 +284,36 @@ def test_layers_of_torch_between_which_values_are_read_are_planned(is_lazy: bool
     status = planner.status(net)
     assert status.plan.limited_bytes <= status.budget_bytes
     assert len(status.plan.spec.blocks) == (4 if is_lazy else 0)
+
+
+class Split(nn.Module):
+    """Makes views alone between two values that it reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Sequential(nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 64))
+        self.last = nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 8))
+
+    def forward(self, x: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+        hidden = self.first(x)
+        if int(counts[0]) > 0:
+            hidden = hidden + 1
+        parts = hidden.chunk(4)
+        if int(counts[1]) > 0:
+            parts = parts[::-1]
+        return self.last(torch.cat(parts))
+
+
+def test_views_alone_between_values_that_are_read():
+    plain = Split()
+    net = planner.within(copy.deepcopy(plain), "90%", time_limit=1)
+    for _ in range(3):
+        x, counts = torch.randn(512, 32), torch.tensor([1, 2])
+        for each in (plain, net):
+            each.zero_grad()
+            each(x, counts).square().mean().backward()
+        assert_same_gradients(net, plain)
 
 
 @pytest.mark.slow

@@ -100,6 +100,30 @@ def test_calls_that_hold_memory_at_once_share_the_budget(budget, rows):
     assert (status.steps, status.planned_steps, status.calls) == (STEPS, STEPS, 2 * STEPS)
 
 
+def crops(net: nn.Module) -> Callable[[], torch.Tensor]:
+    """Two large and four small views of the same images, before one backward."""
+    optimizer = sgd(net)
+
+    def step() -> torch.Tensor:
+        optimizer.zero_grad()
+        views = [net(torch.randn(rows, 32)).mean(0) for rows in (256, 256, 64, 64, 64, 64)]
+        loss = torch.stack(views).var(0).sum()
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    return step
+
+
+def test_calls_of_two_sizes_that_hold_memory_at_once():
+    losses, peaks = run(layers(), crops)
+    net = planner.within(layers(), "80%", time_limit=1)
+    found, measured = run(net, crops)
+    assert found == losses
+    assert max(measured[2:]) <= 0.8 * max(peaks)
+    assert planner.status(net).plan.baseline_peak_bytes == pytest.approx(peaks[-1], rel=0.03)
+
+
 def narrowing() -> nn.Module:
     """Layers whose schedule of the smallest peak saves far more than their input."""
     torch.manual_seed(0)

@@ -62,6 +62,29 @@ def test_the_loss_of_the_model_or_of_what_is_beside_it(loss_of):
     trial.check_equal()
 
 
+class BySample(Scored):
+    """Returns a loss for each sample, which the loop reduces."""
+
+    def forward(self, ids: torch.Tensor) -> dict[str, torch.Tensor]:
+        logits = self.body(ids)
+        losses = F.cross_entropy(logits.flatten(0, 1), ids.flatten(), reduction="none")
+        return {"loss": losses.view(ids.shape).mean(1), "logits": logits}
+
+
+def test_a_loss_by_sample_that_the_loop_reduces():
+    plain = BySample()
+    net = planner.within(copy.deepcopy(plain), "80%", time_limit=1)
+    for step in range(3):
+        ids = torch.randint(128, (8, 32))
+        for each in (plain, net):
+            torch.manual_seed(step)
+            each.zero_grad()
+            each(ids)["loss"].mean().backward()
+        assert_same_gradients(net, plain)
+    with pytest.raises(planner.CaptureError, match=r"expected one element"):
+        planner.plan(plain, (ids,), budget="80%")
+
+
 class Recurrent(nn.Module):
     """Returns its state beside the logits."""
 
