@@ -500,6 +500,11 @@ def varying_sizes() -> contextlib.AbstractContextManager[None]:
     return dynamo_config.patch(automatic_dynamic_shapes=True, specialize_float=True)
 
 
+def fixed_sizes() -> contextlib.AbstractContextManager[None]:
+    """Inside, each size is a constant of what is compiled, within `varying_sizes`, too."""
+    return dynamo_config.patch(automatic_dynamic_shapes=False)
+
+
 class TraceLimit:
     """CPU time that a trace with symbolic sizes may take."""
 

@@ -566,3 +566,34 @@ def test_selections_that_differed_between_calls_are_planned_larger():
     assert found[2] is first[2]
     assert [each.value.shape for each in found[1:]] == [(15, 2), (20, 2), (200, 2)]
     assert [each.value.stride() for each in found[1:]] == [(1, 15), (1, 20), (1, 200)]
+
+
+class Ragged(nn.Module):
+    """Blocks that cut each row to its length."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 32)) for _ in range(3))
+
+    def forward(self, x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            rows = zip(block(x), lengths.tolist(), strict=True)
+            x = x + torch.stack([torch.cat([row[:length], 0 * row[length:]])
+                                 for row, length in rows])
+        return x
+
+
+@pytest.mark.slow
+def test_rows_that_are_cut_to_their_lengths():
+    """What takes another path than planned is planned by itself, with the sizes of its inputs."""
+    plain = Ragged()
+    net = planner.within(copy.deepcopy(plain), "80%", time_limit=1)
+    for seed in range(6):
+        torch.manual_seed(seed)
+        x, lengths = torch.randn(4, 96, 32), torch.randint(48, 96, (4,))
+        for each in (plain, net):
+            each.zero_grad()
+            each(x, lengths).square().mean().backward()
+        assert_same_gradients(net, plain)
