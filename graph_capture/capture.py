@@ -259,7 +259,7 @@ def capture_step(
     make_layout: Callable[[FakeCopy], RankLayout] | None = None,
     symbolic: SymbolicStep | None = None,
     early: EarlyGradients | None = None, optimizer_in_backward: bool = False,
-    keeps_code: bool = False, code: TracedCode | None = None, is_one_call: bool = False,
+    keeps_code: bool = False, code: TracedCode | None = None,
 ) -> CapturedStep:
     """The training step `loss_fn(model(*args, **kwargs)).backward()` as a graph.
 
@@ -284,8 +284,7 @@ def capture_step(
     step's graph, captured before with symbolic sizes; nothing is traced but the plain step.
     `early`: gradients that the loop uses and frees as they come; with `optimizer_in_backward` these
     are all, for `optimizer`.  `keeps_code`: what is compiled of a model on a device that is present
-    is kept for it to run; `code`: what was kept before of the same step.  `is_one_call`: it is the
-    step as the model is now, not as later ones are, which find what the first has set up.
+    is kept for it to run; `code`: what was kept before of the same step.
 
     Raises `CaptureError` where the model cannot be captured, and `ValueError` for a `keep` that
     names nothing in the model.
@@ -300,7 +299,7 @@ def capture_step(
         extra=() if loss_fn is None else (loss_fn,),
         capability=compute_capability(device_planned_for(model, device), gpu))
     fake_loss = None if loss_fn is None else fake_copy.extra[0]
-    fake_copy = replace(fake_copy, answers=answers, autocast=autocast, is_one_call=is_one_call)
+    fake_copy = replace(fake_copy, answers=answers, autocast=autocast)
     keeps_code &= (backend == "eager" and not early
                    and fake_copy.device == fake_copy.trace_device
                    and may_be_storage_less(fake_copy))
@@ -488,6 +487,7 @@ def _least_plain_peak(fake_copy: FakeCopy, loss_fn: LossFn | None) -> int:
     try:
         return trace_eager_step(fake_copy, loss_fn, workspace=lambda *call: 0).peak_bytes
     except Exception:  # whatever the user's code raises
+        fake_copy.attributes.put_back()  # what is captured is to go the same way
         return 0
 
 

@@ -120,9 +120,6 @@ class FakeCopy:
     """What the model's code reaches outside of it, where the call begins."""
     attributes: Attributes = field(default_factory=Attributes)
     """Attributes of its modules as they were copied."""
-    is_one_call: bool = False
-    """True if each call finds the attributes that were copied; else a later one finds what the
-    first has set up."""
     left: list[torch.Tensor] = field(default_factory=list)
     """Tensors that the last call has left outside of the model."""
     state_left: list[Any] = field(default_factory=list)
@@ -167,11 +164,13 @@ class FakeCopy:
 
     def call(self, model: Callable[..., Any] | None = None, *, has_backward: bool = False) -> Any:
         """The output of the model, or of what stands for it, in one call; each call throws the same
-        dice and finds the same outside of the model.  `has_backward`: `behind_call` follows."""
-        if self.is_one_call:
+        dice and finds the same outside of the model.  With `answers`, which are those of one call,
+        it finds the attributes of that one, too; else a later call finds what the first has set up.
+        `has_backward`: `behind_call` follows."""
+        if self.answers is not None:
             self.attributes.put_back()
-        if self.answers is not None and hasattr(self.mode, "answer_with"):
-            self.mode.answer_with(self.answers)
+            if hasattr(self.mode, "answer_with"):
+                self.mode.answer_with(self.answers)
         args, kwargs = self.arguments()
         with (listed_by_items(), self.dice.again(), self.outside.again(),
               running_skipped(self.model, self.skipped)):

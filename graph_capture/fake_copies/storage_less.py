@@ -165,7 +165,7 @@ def storage_less_copy(fake_copy: FakeCopy, extra: tuple[Any, ...] = (), *,
     copier = StorageLessCopier(fake_copy.originals(), device, unknown_is_zero=unknown_is_zero,
                                planned=None if device.type == "cuda" else fake_copy.device,
                                assumes_values=not is_sparse)
-    if fake_copy.is_one_call:
+    if fake_copy.answers is not None:
         fake_copy.attributes.put_back()
     made = fake_copy_by(
         copier, fake_copy.model, fake_copy.args, fake_copy.kwargs, (*fake_copy.extra, *extra),
@@ -173,7 +173,7 @@ def storage_less_copy(fake_copy: FakeCopy, extra: tuple[Any, ...] = (), *,
     return replace(
         made, answers=fake_copy.answers, autocast=fake_copy.autocast, kernels=fake_copy.kernels,
         dice=fake_copy.dice, outside=fake_copy.outside, skipped=fake_copy.skipped,
-        copied=fake_copy, is_one_call=fake_copy.is_one_call)
+        copied=fake_copy)
 
 
 class StorageLessMode(InfraMode):

@@ -264,8 +264,7 @@ class GraphPlanner:
             capture = partial(capture_call, model, args, kwargs, planning, report,
                               unknown_loss=unknown, probe_headroom=headroom, early=early,
                               code=kept, keeps_code=self._symbolic is None,
-                              paths_vary=self._paths_vary, most_runs=self._most_runs,
-                              is_one_call=True)
+                              paths_vary=self._paths_vary, most_runs=self._most_runs)
             if not self.has_control_flow or self.chose_blocks:
                 try:
                     self._step = capture(symbolic=self._symbolic)
