@@ -423,10 +423,11 @@ class PlanningForward(ObservingForward):
         except PlanMismatch:
             if graph.code.has_begun and not selects_more:
                 raise
+        self.graphs.remove(graph)
         if selects_more:  # its code goes another way where it does
             self._may_select_more = False
+            return self._step(call, known, present, args, kwargs)
         # The model sets something up in its first call, which so far only a copy has had.
-        self.graphs.remove(graph)
         restore = ModelState(self.__self__).restore
         try:
             with torch.no_grad():
