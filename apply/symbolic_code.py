@@ -162,12 +162,12 @@ class SymbolicBackend(Backend):
         compiled, target = compiled_as_stubs(module, inputs, target_of, boxed_callable)
         if target is not None:
             self.graphs.append(target)
+        lacks_gradients = target is not None and False in self._cotangents
 
         def call(*args: Any) -> Any:
             if self.planned_runs:
                 raise PlanMismatch("the model's graph breaks with symbolic sizes")
             check_branches(branches, args)
-            lacks_gradients = target is not None and False in self._cotangents
             state = CallState(args, written) if self.fallback and lacks_gradients else None
             outputs = compiled(*args)
             self.has_run = self.has_begun = True

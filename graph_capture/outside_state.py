@@ -304,17 +304,20 @@ def _strongly(value: Any) -> Any:
     """The inverse; `_GONE` where a tensor is gone."""
     match value:
         case list():
-            found = [each() if isinstance(each, _TensorReference) else each for each in value]
-            is_gone = any(each is None and mine is not None
-                          for each, mine in zip(found, value, strict=True))
-            return _GONE if is_gone else found
+            found = [*map(_referred, value)]
+            return _GONE if any(each is _GONE for each in found) else found
         case dict():
             # What else it contains is put back.
-            return {key: each if not isinstance(each, _TensorReference) else (
-                        _GONE if (tensor := each()) is None else tensor)
-                    for key, each in value.items()}
+            return {key: _referred(each) for key, each in value.items()}
         case _:
             return value
+
+
+def _referred(value: Any) -> Any:
+    if not isinstance(value, _TensorReference):
+        return value
+    tensor = value()
+    return _GONE if tensor is None else tensor
 
 
 def _contents_of(containers: list[Any]) -> list[Any]:
@@ -333,8 +336,10 @@ def _put_contents(containers: list[Any], before: list[Any]) -> None:
 
 
 def _put_dict(value: dict[Any, Any], before: dict[Any, Any]) -> None:
-    before = {name: each for name, found in before.items()
-              if (each := value.get(name, _GONE) if found is _GONE else found) is not _GONE}
+    # What is gone leaves in place what came after it.
+    found = {name: value.get(name, _GONE) if each is _GONE else each
+             for name, each in before.items()}
+    before = {name: each for name, each in found.items() if each is not _GONE}
     if len(value) != len(before) or any(
             name not in value or value[name] is not each for name, each in before.items()):
         value.clear()

@@ -497,15 +497,12 @@ class PlanningForward(ObservingForward):
     def _plan_sizes(self, graph: SymbolicGraph, target: SymbolicCallable, call: Call,
                     present: Present, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Plan a graph with symbolic sizes for those of a call, or larger ones."""
-        settings, module = self.settings, self.__self__
         with self._planning() as watch:
             chosen = graph.choose_sizes(target, call)
             planned_args, planned_kwargs = graph.arguments_at(chosen, args, kwargs)
             step = graph.symbolic_step(planned_args, planned_kwargs)
-            planner = GraphPlanner(
-                module, planned_args, planned_kwargs, settings.planning, settings.limit,
-                settings.batches_ahead, partial(alive, self._optimizers), self._optimizer_traces,
-                self._attributes.of_earlier_steps, step, graph.earlier)
+            planner = self._planner_of(planned_args, planned_kwargs, symbolic=step,
+                                       earlier=graph.earlier)
             del planned_args, planned_kwargs
             graph.note(present)
             graph.loss, graph.planner = self._expected_loss(planner, graph), planner
@@ -539,12 +536,20 @@ class PlanningForward(ObservingForward):
             f'no plan serves this step of {self._name}, and on_new="refuse" allows no other: '
             f'{reason}. Begin with the largest step, or use on_new="replan"')
 
+    def _planner_of(self, args: tuple[Any, ...], kwargs: dict[str, Any], **more: Any
+                    ) -> GraphPlanner:
+        """Capture a step; `more`: what `GraphPlanner` is told beside what all graphs share."""
+        settings = self.settings
+        return GraphPlanner(
+            self.__self__, args, kwargs, settings.planning, settings.limit, settings.batches_ahead,
+            partial(alive, self._optimizers), self._optimizer_traces,
+            self._attributes.of_earlier_steps, **more)
+
     def _new_graph(self, call: Call, present: Present, args: tuple[Any, ...],
                    kwargs: dict[str, Any], *, smaller: PlannedGraph | None = None
                    ) -> PlannedGraph:
         """Capture and plan a step that no plan serves.  `smaller`: an earlier graph of such a call,
         which would serve it but for tensors that are larger now."""
-        settings, module = self.settings, self.__self__
         planners = [(graph.call, graph.planner) for graph in self.graphs
                     if graph.planner is not None]
         same = None if smaller is None or smaller.is_provisional else smaller
@@ -553,9 +558,7 @@ class PlanningForward(ObservingForward):
                  and other is not None and other.without_sizes == call.without_sizes]
         with self._planning() as watch:
             make = partial(
-                GraphPlanner, module, args, kwargs, settings.planning, settings.limit,
-                settings.batches_ahead, partial(alive, self._optimizers), self._optimizer_traces,
-                self._attributes.of_earlier_steps, early=dict(self._early),
+                self._planner_of, args, kwargs, early=dict(self._early),
                 has_other_loss=self._has_other_loss,
                 is_whole=any(each.is_whole for _, each in planners),
                 has_control_flow=bool(paths),
