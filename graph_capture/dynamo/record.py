@@ -33,7 +33,11 @@ from planner._graph_capture.dynamo.stub_graphs import (
 from planner._graph_capture.dynamo.traced_code import TracedCode, TracedGraph, as_written
 from planner._graph_capture.dynamo.uncaptured import GapTracker, UncapturedCode
 from planner._graph_capture.errors import CaptureError, DataDependentValue, raised_behind
-from planner._graph_capture.fake_copies.data_dependent_values import data_dependent_value, failure
+from planner._graph_capture.fake_copies.data_dependent_values import (
+    data_dependent_value,
+    failure,
+    number_without_data,
+)
 from planner._graph_capture.fake_copies.fake import FakeCopy
 from planner._graph_capture.fake_copies.input_values import named_inputs, values_of_inputs
 from planner._graph_capture.joint_graph.joint import primals_of
@@ -56,6 +60,7 @@ from planner._graph_capture.torch_compat import (
     pass_absent_gradients,
     primal_sources,
     pytree,
+    read_by,
     storage_key,
     weakly,
     written_inputs,
@@ -199,7 +204,8 @@ def record_step(fake_copy: FakeCopy, run_step: RunStep, workspace: Workspace,
         partial(values_of_inputs, fake_copy), recorder.has_written)
     recorded = nullcontext() if recorder.code is None else (
         recorder.code.recorded(repeated, recorder.follow))
-    with (warnings.catch_warnings(), compile_settings(), plain, fake_copy.as_on_device(),
+    with (warnings.catch_warnings(), compile_settings(), plain,
+          read_by(partial(number_without_data, fake_copy.mode)), fake_copy.as_on_device(),
           fake_copy.mode, recorded, installed, hooks,
           # A graph that fails does not put it back.
           torch.set_grad_enabled(torch.is_grad_enabled())):

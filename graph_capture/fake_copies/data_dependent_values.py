@@ -33,6 +33,7 @@ from planner._graph_capture.model_state import ModelState
 from planner._graph_capture.outside_state import OutsideState
 from planner._graph_capture.torch_compat import (
     NoStaticShape,
+    Place,
     TorchDispatchMode,
     UnsupportedOperatorException,
     pytree,
@@ -164,3 +165,22 @@ def _on_meta(result: Any) -> Any:
     """The tensors of a result without values."""
     return pytree.tree_map_only(torch.Tensor, lambda made: torch.empty_strided(
         made.shape, made.stride(), dtype=made.dtype, device="meta"), result)
+
+
+class UnknownNumber:
+    """A number that code has not computed with yet; if it does, `DataDependentValue` is raised."""
+
+    def _asked(self, *_: Any) -> Any:
+        raise DataDependentValue("the model's code computes with a number that it has kept")
+
+    __abs__ = __add__ = __bool__ = __complex__ = __divmod__ = __eq__ = __float__ = _asked
+    __floordiv__ = __format__ = __ge__ = __gt__ = __hash__ = __index__ = __int__ = _asked
+    __le__ = __lt__ = __mod__ = __mul__ = __ne__ = __neg__ = __pos__ = __pow__ = _asked
+    __radd__ = __rdivmod__ = __rfloordiv__ = __rmod__ = __rmul__ = __round__ = _asked
+    __rpow__ = __rsub__ = __rtruediv__ = __str__ = __sub__ = __truediv__ = __trunc__ = _asked
+
+
+def number_without_data(mode: object, tensor: torch.Tensor, place: Place) -> Any:
+    """What stands for the number of a tensor without data: as a `mode` with values knows it."""
+    known = getattr(mode, "number_at", lambda place: None)(place)
+    return UnknownNumber() if known is None else known

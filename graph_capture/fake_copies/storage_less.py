@@ -40,6 +40,7 @@ from planner._graph_capture.torch_compat import (
     InfraMode,
     NoStaticShape,
     OpOverload,
+    Place,
     fake_tensor,
     has_discrete_values,
     is_small_input,
@@ -189,6 +190,7 @@ class StorageLessMode(InfraMode):
         """True if code has asked for a value that is known."""
         self._unknown_is_zero = unknown_is_zero
         self._answers: list[Answer] | None = None
+        self._numbers: list[Answer] = []
         self._nothing_is_known = False
         # What assignments by masks select; a key may be reused.
         self._selected: dict[object, tuple[Callable[[], object], Answer]] = {}
@@ -206,6 +208,14 @@ class StorageLessMode(InfraMode):
         raises `DataDependentValue`.
         """
         self._answers = list(answers)
+        self._numbers = [answer for answer in self._answers if answer.op in VALUE_OPS]
+
+    def number_at(self, place: Place) -> Any:
+        """The next number that code at a place takes of a tensor; `None`: it is not known."""
+        for number, answer in enumerate(self._numbers):
+            if answer.place == place:
+                return self._numbers.pop(number).value
+        return None
 
     @contextlib.contextmanager
     def without_values(self) -> Iterator[None]:

@@ -9,6 +9,7 @@ from planner._graph_capture.torch_compat.compilation import *
 from planner._graph_capture.torch_compat.double_backward import *
 from planner._graph_capture.torch_compat.foreign_calls import *
 from planner._graph_capture.torch_compat.joint_inputs import *
+from planner._graph_capture.torch_compat.kept_numbers import *
 from planner._graph_capture.torch_compat.memory import *
 from planner._graph_capture.torch_compat.optimizers import *
 from planner._graph_capture.torch_compat.plain_code import *

@@ -8,10 +8,11 @@ before the step; the graph goes on as the answer says, and holds a mark from whi
 makes a condition.  Whoever runs the graph checks the conditions first.
 
 Such code may also mind the limits of the tracer.  Where what it does then cannot be traced, the
-frame is traced again, and that code is told the truth.
+frame is traced again, and that code is told the truth.  A number that code takes of a tensor and
+only keeps breaks no graph (`kept_numbers`).
 
-Blind spots: a value that depends on parameters or activations, and one that code turns into a
-number (`item`), breaks the graph as under torch.compile; torch's own code is told the truth.
+Blind spots: a value that depends on parameters or activations, and a number that code computes
+with, breaks the graph as under torch.compile; torch's own code is told the truth.
 """
 
 from __future__ import annotations
@@ -26,6 +27,14 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from planner._graph_capture.torch_compat.kept_numbers import (
+    COMPUTING,
+    KEEPING,
+    computing,
+    kept_number,
+    may_keep_number,
+    read_at_once,
+)
 from planner._graph_capture.torch_compat.memory import (
     is_traceable_wrapper_subclass,
     no_active_modes,
@@ -133,6 +142,7 @@ def as_plain_code(values: Callable[[], Mapping[int, torch.Tensor]],
         (TorchInGraphFunctionVariable, "call_function", _answering_call(_call)),
         (SkipFunctionVariable, "call_function", _answering_call(_skipped_call)),
         (TensorVariable, "call_method", _call_method_as_plain),
+        *KEEPING,
         (InstructionTranslatorBase, "run", _run_frame),
         *((kind, "dispatch_table", _answering_table(kind))
           for kind in _translators(InstructionTranslatorBase))]
@@ -161,6 +171,8 @@ def _call_method_as_plain(variable: Any, translator: Any, name: str, args: Any, 
         answer = _answer(translator, variable)
         if answer is not None:
             return ConstantVariable.create(answer)
+    if name == "item" and not args and may_keep_number(translator, variable):
+        return kept_number(translator, variable)
     if name == "random_" and len(args) < 2 and not kwargs:
         return wrap_fx_proxy(translator, translator.output.create_proxy(
             "call_method", name, tuple(each.as_proxy() for each in (variable, *args)), {}))
@@ -221,7 +233,8 @@ def _translators(kind: Any) -> Iterator[Any]:
 @functools.cache
 def _answering_table(kind: Any) -> list[Any]:
     """The handlers of a class of translators, by number of the bytecode."""
-    return [_answering(handler) if name in _OPCODES else handler
+    return [_answering(handler) if name in _OPCODES
+            else computing(handler) if name.startswith(COMPUTING) else handler
             for name, handler in zip(dis.opname, kind.dispatch_table, strict=False)]
 
 
@@ -238,6 +251,7 @@ def _answering(jump: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
                 if translator.stack and translator.stack[-1] is constant:
                     translator.stack[-1] = value  # `a or b` gives `a` itself
                 return
+        read_at_once([value])
         jump(translator, instruction)
 
     return handle
