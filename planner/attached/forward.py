@@ -683,7 +683,8 @@ class PlanningForward(ObservingForward):
                 return
             # From the next step on the others leave more.
             makes_way = bool(graph.companions) and graph.make_way(planner.leanest(counted))
-            is_certain = graph.is_observed and not makes_way and not self._unforeseen_bytes
+            is_certain = graph.is_observed and not (
+                makes_way or graph.room_bytes or self._unforeseen_bytes)
             if is_certain or not planner.may_fit(counted):
                 raise
             plan = planner.leanest(counted)

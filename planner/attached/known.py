@@ -586,15 +586,16 @@ class GraphPlanner:
                 self._note_searched(plan, known, limit_bytes)
                 return plan
             except InfeasibleBudget:
-                if not known.room_bytes:
+                plan = self.leanest(known, limit_bytes) if known.room_bytes else None
+                if plan is None or plan.limited_bytes > (limit_bytes or math.inf):
                     raise
-                return self.leanest(known, limit_bytes)
+                return plan
 
     def _fitting(self, known: Known, prepared: PreparedStep, limit_bytes: int | None,
                  effort: Effort) -> Plan:
         """The plan that fits together with what its own schedule saves in other calls."""
         if known.is_lean:
-            return self.leanest(known, limit_bytes)
+            return self._leanest_within(known, prepared, limit_bytes)
         if (earlier := self._as_earlier(known, prepared, limit_bytes)) is not None:
             return earlier
         self._last = plan = plan_within(prepared, limit_bytes, effort,
@@ -635,8 +636,12 @@ class GraphPlanner:
                 break
         if best is not None:
             return self._accounted(known, *best, bound)
+        return self._leanest_within(known, prepared, limit_bytes)
+
+    def _leanest_within(self, known: Known, prepared: PreparedStep, limit_bytes: int | None) -> Plan:
+        """The plan with the lowest peak found; raises `InfeasibleBudget` if it does not fit."""
         least = self.leanest(known, limit_bytes)
-        if least.peak_bytes <= limit_bytes:
+        if limit_bytes is None or least.peak_bytes <= limit_bytes:
             return least
         raise InfeasibleBudget(
             limit_bytes, least.peak_bytes, f"Of it "

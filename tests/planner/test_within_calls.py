@@ -476,6 +476,52 @@ def test_a_percentage_is_of_the_whole_step_of_two_models():
     assert min(budgets) == pytest.approx(0.9 * (max(peaks[1:]) + generator_bytes), rel=0.05)
 
 
+def images(generates: bool) -> nn.Module:
+    """The generator or the discriminator of a DCGAN."""
+    torch.manual_seed(generates)
+    if generates:
+        return nn.Sequential(
+            nn.Linear(16, 1024), nn.Unflatten(1, (64, 4, 4)), nn.BatchNorm2d(64), nn.ReLU(),
+            nn.ConvTranspose2d(64, 32, 4, 2, 1), nn.BatchNorm2d(32), nn.ReLU(),
+            nn.ConvTranspose2d(32, 16, 4, 2, 1), nn.BatchNorm2d(16), nn.ReLU(),
+            nn.ConvTranspose2d(16, 3, 4, 2, 1), nn.Tanh())
+    return nn.Sequential(
+        nn.Conv2d(3, 16, 4, 2, 1), nn.LeakyReLU(.2), nn.Conv2d(16, 32, 4, 2, 1),
+        nn.BatchNorm2d(32), nn.LeakyReLU(.2), nn.Conv2d(32, 64, 4, 2, 1), nn.BatchNorm2d(64),
+        nn.LeakyReLU(.2), nn.Flatten(), nn.Linear(1024, 1))
+
+
+def dcgan(discriminator: nn.Module) -> Callable[[], torch.Tensor]:
+    generator = images(generates=True)
+    if hasattr(discriminator.forward, "graphs"):
+        planner.within(generator, "75%", time_limit=1)
+    optimizers = sgd(generator), sgd(discriminator)
+
+    def step() -> torch.Tensor:
+        real, noise = torch.randn(64, 3, 32, 32), torch.randn(64, 16)
+        loss = F.softplus(-discriminator(generator(noise))).mean()
+        optimizers[0].zero_grad()
+        loss.backward()
+        optimizers[0].step()
+        loss = (F.softplus(-discriminator(real)).mean()
+                + F.softplus(discriminator(generator(noise).detach())).mean())
+        optimizers[1].zero_grad()
+        loss.backward()
+        optimizers[1].step()
+        return loss.detach()
+
+    return step
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_calls_that_need_more_make_others_keep_less():
+    losses, peaks = run(images(generates=False), dcgan)
+    found, measured = run(planner.within(images(generates=False), "75%", time_limit=1), dcgan)
+    assert found == losses
+    other_bytes = nbytes(images(generates=True))
+    assert max(measured[2:]) + other_bytes <= 0.75 * (max(peaks) + other_bytes)
+
+
 def test_what_breaks_a_budget_is_said_once_and_planned_for(caplog):
     def loop(net: nn.Module) -> Callable[[], torch.Tensor]:
         optimizer, numbers = sgd(net), iter(range(STEPS))
