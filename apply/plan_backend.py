@@ -250,8 +250,6 @@ class PlanBackend(Backend):
         """Take the graphs from these regions of a rewrite spec."""
         self._spec = spec
         self._regions = tuple(range(len(spec.regions)) if regions is None else regions)
-        self._lacks_gradients = any(False in spec.regions[index].cotangents
-                                    for index in self._regions)
 
     def exchange(self, spec: RewriteSpec, regions: Sequence[int] | None = None) -> bool:
         """Run under another rewrite spec of the same graphs from the next call on, without tracing;
@@ -506,11 +504,11 @@ class PlanBackend(Backend):
             self.has_run = True
             self.has_begun |= not leaves_no_trace
             # Such gradients are computed again of the graph as it is written.
-            state = (CallState(args, written) if self.fallback and self._lacks_gradients
-                     else None)
+            planned = cotangents()
+            state = CallState(args, written) if self.fallback and False in planned else None
             outputs = compiled(*args)
             self._follow_gradients(
-                outputs, args, module, state, cotangents(), holds_inputs=state is not None and (
+                outputs, args, module, state, planned, holds_inputs=state is not None and (
                     self.may_take_other_paths or is_whole))
             return outputs
 

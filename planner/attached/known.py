@@ -586,10 +586,9 @@ class GraphPlanner:
                 self._note_searched(plan, known, limit_bytes)
                 return plan
             except InfeasibleBudget:
-                plan = self.leanest(known, limit_bytes) if known.room_bytes else None
-                if plan is None or plan.limited_bytes > (limit_bytes or math.inf):
+                if not known.room_bytes:
                     raise
-                return plan
+                return self._leanest_within(known, prepared, limit_bytes)
 
     def _fitting(self, known: Known, prepared: PreparedStep, limit_bytes: int | None,
                  effort: Effort) -> Plan:
@@ -638,7 +637,8 @@ class GraphPlanner:
             return self._accounted(known, *best, bound)
         return self._leanest_within(known, prepared, limit_bytes)
 
-    def _leanest_within(self, known: Known, prepared: PreparedStep, limit_bytes: int | None) -> Plan:
+    def _leanest_within(self, known: Known, prepared: PreparedStep, limit_bytes: int | None
+                        ) -> Plan:
         """The plan with the lowest peak found; raises `InfeasibleBudget` if it does not fit."""
         least = self.leanest(known, limit_bytes)
         if limit_bytes is None or least.peak_bytes <= limit_bytes:

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import planner
+from tests.support.measured_loops import MeasuredLoop
 from tests.support.training import assert_same_gradients
 
 
@@ -599,3 +600,56 @@ def test_the_step_size_of_a_differential_equation_may_follow_from_values():
             each(x).square().mean().backward()
         for mine, theirs in zip(net.parameters(), plain.parameters(), strict=True):
             torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-5, atol=1e-7)
+
+
+class Noised(nn.Module):
+    """Noise whose bounds are values (NEFTune, arXiv:2310.05914); an output that no loss uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.position = nn.Embedding(100, 32), nn.Embedding(64, 32)
+        self.first, self.norm, self.pooler = nn.Linear(32, 32), nn.LayerNorm(32), nn.Linear(32, 32)
+        self.layers = nn.Sequential(*(nn.Sequential(
+            nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 32)) for _ in range(3)))
+        self.embed.register_forward_hook(self.noise)
+
+    @staticmethod
+    def noise(module: nn.Module, args: tuple[torch.Tensor], made: torch.Tensor) -> torch.Tensor:
+        bound = 5 / torch.sqrt(torch.tensor(made.size(1) * made.size(2)))
+        return made + torch.zeros_like(made).uniform_(-bound, bound)
+
+    def embedded(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x = self.norm(self.first(self.embed(ids)) + self.position.weight[:ids.shape[1]])
+        torch._dynamo.graph_break()
+        return x, torch.tanh(self.pooler(x))
+
+    def forward(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x, _ = self.embedded(ids)
+        torch._dynamo.graph_break()
+        x = self.layers(x)
+        return x, torch.tanh(self.pooler(x))
+
+
+def test_inputs_of_regions_whose_gradients_are_all_planned_are_let_go():
+    loops = []
+    for budget in (None, "70%"):
+        loop = MeasuredLoop(Noised())
+        net = loop.model if budget is None else planner.within(loop.model, budget, time_limit=1)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+
+        def run(loop=loop, net=net, optimizer=optimizer) -> None:
+            for _ in range(4):
+                loop.begin_step()
+                loss = net(torch.randint(100, (16, 64)))[0].square().mean()
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                loop.note_loss(loss)
+
+        loop.run(run)
+        loops.append(loop)
+    plain, planned = loops
+    assert planned.losses == plain.losses
+    assert max(planned.peaks) <= 0.7 * max(plain.peaks)
+    assert planned.peaks[-1] - 256 <= planner.status(planned.model).plan.peak_bytes
