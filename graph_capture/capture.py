@@ -161,6 +161,8 @@ class CapturedStep:
     """Places, among the tensors that the model is called with, of those that no op reads."""
     may_skip: bool = False
     """True if it is captured by blocks, and dice or values decide which of them run."""
+    sets_up: bool = False
+    """True if the first call adds hooks to the model."""
     code: TracedCode | None = None
     """Compiled code that the model may run, if it was kept."""
 
@@ -466,7 +468,7 @@ def capture_step(
             lambda: tracing.wrapper, holds_output, capture_seconds),
         outputs=loss.outputs,
         differentiable=tuple(tensor.requires_grad for tensor in output_tensors(recording.output)),
-        unread=recording.unread, may_skip=bool(blocks) and may_skip,
+        unread=recording.unread, may_skip=bool(blocks) and may_skip, sets_up=recording.sets_up,
         tracing=tracing, held_workspace_bytes=held_workspace_bytes(costs.device_model.gpu),
         chunked=chunked, code=recording.code)
 

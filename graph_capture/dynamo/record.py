@@ -132,6 +132,8 @@ class Recording:
     has_compiled_again: bool = False
     """True if the second run of the step compiled another graph: the first call changed what the
     model's code reads."""
+    sets_up: bool = False
+    """True if the first call adds hooks to the model."""
     code: TracedCode | None = None
     """Compiled code that the model itself may run, if it was kept."""
 
@@ -494,14 +496,15 @@ def record_training_step(
 
     hooks = hooks_within(fake_copy.model)
     chosen = first = record(code or new_code())
+    sets_up = hooks_within(fake_copy.model) != hooks
     is_stable = first.is_repeatable and (
-        bool(blocks) or (bool(first.calls) and not first.has_compiled_again
-                         and hooks_within(fake_copy.model) == hooks))
+        bool(blocks) or (bool(first.calls) and not first.has_compiled_again and not sets_up))
     if not (is_stable or len(first.calls) == 1):
         again = record(new_code())
         if again.calls and (not first.calls or not first.is_repeatable
                             or len(again.calls) < len(first.calls)):
             chosen = again
+    chosen.sets_up = sets_up
     chosen.check_repeatable()
     return chosen
 

@@ -417,7 +417,10 @@ class PlanningForward(ObservingForward):
             if symbolic is not None and (found := self._symbolic_step(
                     symbolic, call, named, present, args, kwargs)):
                 return found
-        selects_more = graph.planner is not None and graph.planner.selects_more
+        planner = graph.planner
+        selects_more = planner is not None and planner.selects_more
+        if planner is not None and planner.sets_up:
+            self._set_up(args, kwargs)
         try:
             return graph, self._run(graph, args, kwargs, is_trial=selects_more)
         except PlanMismatch:
@@ -427,15 +430,18 @@ class PlanningForward(ObservingForward):
         if selects_more:  # its code goes another way where it does
             self._may_select_more = False
             return self._step(call, known, present, args, kwargs)
-        # The model sets something up in its first call, which so far only a copy has had.
+        self._set_up(args, kwargs)
+        graph = self._new_graph(call, present, args, kwargs)
+        return graph, self._run(graph, args, kwargs)
+
+    def _set_up(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Let the model set up what its first call does, which so far only a copy has had."""
         restore = ModelState(self.__self__).restore
         try:
             with torch.no_grad():
                 self.plain(*args, **kwargs)
         finally:
             restore()
-        graph = self._new_graph(call, present, args, kwargs)
-        return graph, self._run(graph, args, kwargs)
 
     def _named_sizes(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> NamedDimensions:
         """Sizes that the user has named or marked, which are symbolic from the first step on."""

@@ -363,6 +363,11 @@ class GraphPlanner:
         return self._step.may_skip
 
     @property
+    def sets_up(self) -> bool:
+        """True if the first call of the model adds hooks to it."""
+        return self._step.sets_up
+
+    @property
     def unread(self) -> frozenset[int]:
         """Places, among the tensors that the model is called with, of those that no op reads."""
         return self._step.unread
