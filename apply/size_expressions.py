@@ -2,12 +2,14 @@
 
 A plan's file holds such text: `4*batch*length`, or
 `aten.bmm.default(tensor(float32, (4*batch, length, 64), (64*length, 64, 1)), ...)`.  Only what
-stands here is evaluated: arithmetic of whole numbers, and plain values.
+stands here is evaluated: arithmetic of numbers, such as `trunc(0.15*float(length))`, and plain
+values.
 """
 
 from __future__ import annotations
 
 import ast
+import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
@@ -17,8 +19,11 @@ import torch
 
 _OPERATORS: Mapping[type, Callable[[Any, Any], Any]] = {
     ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul,
-    ast.FloorDiv: operator.floordiv, ast.Mod: operator.mod, ast.Pow: operator.pow}
-_FUNCTIONS: Mapping[str, Callable[..., Any]] = {"max": max, "min": min}
+    ast.Div: operator.truediv, ast.FloorDiv: operator.floordiv, ast.Mod: operator.mod,
+    ast.Pow: operator.pow}
+_FUNCTIONS: Mapping[str, Callable[..., Any]] = {
+    "ceil": math.ceil, "float": float, "floor": math.floor, "max": max, "min": min, "round": round,
+    "trunc": math.trunc}
 _LARGEST_POWER = 8
 _DTYPES = {str(each).removeprefix("torch."): each for each in vars(torch).values()
            if isinstance(each, torch.dtype)}
@@ -39,10 +44,7 @@ def parsed(text: str) -> ast.expr:
 
 def number(text: str, values: Mapping[str, int]) -> int:
     """The value of a size where the named sizes have these values; raises `ValueError`."""
-    found = _value(parsed(text), values, text)
-    if not isinstance(found, int) or isinstance(found, bool):
-        raise ValueError(f"{text!r} is no whole number")
-    return found
+    return _size(parsed(text), values, text)
 
 
 def call(text: str, values: Mapping[str, int], make_tensor: MakeTensor
@@ -90,9 +92,16 @@ def _tuple(parts: Sequence[str]) -> str:
     return f"({parts[0]},)" if len(parts) == 1 else f"({', '.join(parts)})"
 
 
+def _size(node: ast.expr, values: Mapping[str, int], text: str) -> int:
+    found = _value(node, values, text)
+    if not isinstance(found, int) or isinstance(found, bool):
+        raise ValueError(f"{text!r} is no whole number")
+    return found
+
+
 def _value(node: ast.expr, values: Mapping[str, int], text: str) -> Any:
     match node:
-        case ast.Constant(int() as found) if not isinstance(found, bool):
+        case ast.Constant(int() | float() as found) if not isinstance(found, bool):
             return found
         case ast.Name(name) if name in values:
             return values[name]
@@ -102,14 +111,21 @@ def _value(node: ast.expr, values: Mapping[str, int], text: str) -> Any:
             operands = _value(left, values, text), _value(right, values, text)
             if isinstance(kind, ast.Pow) and not 0 <= operands[1] <= _LARGEST_POWER:
                 raise ValueError(f"{text!r} has a power of {operands[1]}")
-            try:
-                return _OPERATORS[type(kind)](*operands)
-            except ZeroDivisionError:
-                raise ValueError(f"{text!r} divides by 0") from None
-        case ast.Call(ast.Name(name), arguments, []) if name in _FUNCTIONS and arguments:
-            return _FUNCTIONS[name](*(_value(each, values, text) for each in arguments))
+            return _applied(_OPERATORS[type(kind)], operands, text)
+        case ast.Call(ast.Name(name), arguments, []) if name in _FUNCTIONS:
+            return _applied(_FUNCTIONS[name],
+                            [_value(each, values, text) for each in arguments], text)
     raise ValueError(f"{text!r} has {ast.unparse(node)!r}, which is no arithmetic of the sizes "
                      f"{', '.join(values)}")
+
+
+def _applied(function: Callable[..., Any], operands: Sequence[Any], text: str) -> Any:
+    try:
+        return function(*operands)
+    except ZeroDivisionError:
+        raise ValueError(f"{text!r} divides by 0") from None
+    except (OverflowError, TypeError) as error:
+        raise ValueError(f"{text!r} has no value: {error}") from None
 
 
 def _argument(node: ast.expr, values: Mapping[str, int], make_tensor: MakeTensor, text: str) -> Any:
@@ -126,7 +142,7 @@ def _argument(node: ast.expr, values: Mapping[str, int], make_tensor: MakeTensor
             return -_FLOATS[name]
         case ast.Call(ast.Name("tensor"), [ast.Name(dtype), ast.Tuple(shape), ast.Tuple(stride)],
                       []) if dtype in _DTYPES and len(shape) == len(stride):
-            sizes = [tuple(_value(each, values, text) for each in part)
+            sizes = [tuple(_size(each, values, text) for each in part)
                      for part in (shape, stride)]
             return make_tensor(_DTYPES[dtype], *sizes)
         case ast.List(inner):

@@ -75,7 +75,10 @@ def text_of(size: Any, names: Mapping[Any, str]) -> str:
         return str(int(expression))
     named = {each: type(each)(names[each], positive=True, integer=True) for each in symbols}
     found = expression.xreplace(named).replace(CeilToInt, _rounded_up)
-    return min(map(PythonPrinter().doprint, (found, found.expand())), key=len)
+    # What is rounded is not written in another way, which may round to something else.
+    forms = (found,) if found.atoms(sympy.Float) else (found, found.expand())
+    text = min(map(PythonPrinter().doprint, forms), key=len)
+    return text.replace("math.", "").replace("torch.sym_float(", "float(")
 
 
 def _rounded_up(ratio: Any) -> Any:

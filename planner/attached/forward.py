@@ -470,7 +470,11 @@ class PlanningForward(ObservingForward):
                 tracing.enter_context(watched(
                     None, f"tracing a training step of {self._name} with symbolic sizes"))
             for _ in range(_TRIES):
-                self._bring_up_to_date(graph, call, present, args, kwargs)
+                try:
+                    self._bring_up_to_date(graph, call, present, args, kwargs)
+                except CaptureError as error:
+                    self._symbolic.give_up(graph, call, error)
+                    return None
                 started = time.monotonic()
                 try:
                     with contextlib.nullcontext() if graph.has_run else graph.limit.kept():

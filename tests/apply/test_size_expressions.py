@@ -14,13 +14,15 @@ def empty(dtype: torch.dtype, shape: tuple[int, ...], stride: tuple[int, ...]) -
 
 @pytest.mark.parametrize(("text", "value"), [
     ("4*batch*length", 4 * 3 * 5), ("7", 7), ("(-1) + batch", 2), ("length // 2 + length % 2", 3),
-    ("max(1, batch - 9)", 1), ("batch**2", 9)])
+    ("max(1, batch - 9)", 1), ("batch**2", 9), ("trunc(0.15*float(40*batch))", 18),
+    ("floor(length/batch)", 1), ("ceil(length/batch) + round(1.5)", 4)])
 def test_arithmetic_of_sizes(text, value):
     assert number(text, {"batch": 3, "length": 5}) == value
 
 
 @pytest.mark.parametrize("text", [
     "__import__('os').getpid()", "batch.real", "open('x')", "other", "batch // 0", "2**batch**9",
+    "trunc(1e400)", "trunc(batch, 2)", "max(batch)", "trunc(float(9**8**8))", "floor(2/0)",
     "[batch][0]", "batch if 1 else 2", "True", "1.5*batch", "", "(", "lambda: 1", "2**999"])
 def test_nothing_else_is_read(text):
     with pytest.raises(ValueError):

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 import planner
@@ -686,3 +687,38 @@ def test_bounds_of_noise_that_follow_from_sizes_are_no_constants():
             each(tokens(4, length)).backward()
         assert_same_gradients(model, plain)
     assert len(forward_override(model).graphs) == 1
+
+
+class Masking(nn.Module):
+    """Masks a fraction of the tokens, and keeps a fraction of what follows from them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.head = nn.Embedding(64, 32), nn.Linear(32, 64)
+        self.layers = nn.Sequential(*(nn.Sequential(
+            nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 32)) for _ in range(3)))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        length = ids.shape[1]
+        masked = torch.rand(ids.shape).topk(max(1, int(0.15 * length)), dim=-1).indices
+        x = self.embed(ids.scatter(1, masked, 0))[:, :length - int(length * 0.3)]
+        logits = self.head(self.layers(x))
+        return F.cross_entropy(logits.flatten(0, 1), ids[:, :x.shape[1]].flatten())
+
+
+def test_sizes_may_be_rounded_fractions_of_sizes():
+    plain = Masking()
+    model = planner.within(copy.deepcopy(plain), "75%", time_limit=1)
+    for number, length in enumerate((100, 75, 110, 50, 93)):
+        peaks = []
+        for each in (plain, model):
+            each.zero_grad()
+            torch.manual_seed(number)
+            ids = torch.randint(64, (8, length))
+            peaks.append(allocated_peak(lambda each=each, ids=ids: each(ids).backward()))
+        assert_same_gradients(model, plain)
+        if number > 2:  # all is planned by now
+            own = sum(each.nbytes for each in model.parameters())
+            assert peaks[1] + own + ids.nbytes <= planner.status(model).budget_bytes
+    assert symbolic_of(model).code.compilations == 1
