@@ -77,6 +77,14 @@ class OpCosts:
         target, args = written_in_place(target, args, out)
         return self._probe.workspace_bytes(target, args, kwargs, out) + beyond
 
+    def known_workspace_bytes(
+        self, target: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any
+    ) -> int:
+        """`workspace_bytes` as far as it was measured before."""
+        target, kwargs, beyond = original_call(target, kwargs)
+        target, args = written_in_place(target, args, out)
+        return self._probe.known_workspace_bytes(target, args, kwargs) + beyond
+
     def __call__(self, node: fx.Node) -> OpCost:
         """The cost of a node, from its traced values."""
         target, (args, kwargs, out) = node.target, traced_call(node)

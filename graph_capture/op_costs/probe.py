@@ -116,6 +116,11 @@ class OpProbe:
             return self._margin(target, inputs, outputs, args)
         return int(measured)
 
+    def known_workspace_bytes(self, target: OpOverload, args: tuple[Any, ...],
+                              kwargs: Mapping[str, Any]) -> int:
+        """`workspace_bytes` as it was measured before; 0 if it was not."""
+        return int(self._cache.get(f"workspace:{signature(target, args, kwargs)}") or 0)
+
     def seconds(self, target: OpOverload, args: tuple[Any, ...],
                 kwargs: Mapping[str, Any], out: Any) -> float | None:
         """Median duration of one run; `None` if the op cannot be run here."""
@@ -287,7 +292,7 @@ def signature(target: OpOverload | str, args: tuple[Any, ...], kwargs: Mapping[s
     """Hash of everything that a run of the op depends on, except values; equal in every process."""
     leaves, structure = pytree.tree_flatten((args, dict(sorted(kwargs.items()))))
     seen: dict[int, int] = {}
-    words = [str(target), str(structure)]
+    words = [str(target), str(structure).replace("immutable_", "")]  # lists of an `fx.Graph`
     for leaf in leaves:
         if isinstance(leaf, torch.Tensor):
             # The same tensor twice is another case than two tensors of the same shape.

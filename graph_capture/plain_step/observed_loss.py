@@ -17,8 +17,8 @@ run that would without a watch.
 The workspace of kernels is invisible while they run; so the ops are recorded, without their data,
 and measured when no memory of the step is alive (`UnmeasuredLoss`).
 
-Blind spots: for `StepWatch`, memory that a kernel uses while it runs, that of compiled code between
-its inputs and outputs, and other threads; for `LossWatch`, a product over all elements, whose
+Blind spots: for `StepWatch`, memory that a kernel uses while it runs, as far as it is not told, that
+of compiled code between its inputs and outputs, and other threads; for `LossWatch`, a product over all elements, whose
 gradient autograd computes differently when watched, losses on another thread, and a caller in a
 dispatch mode of its own or an output of a subclass of tensors, where nothing is tracked.
 """
@@ -61,11 +61,12 @@ class StepWatch(MemoryTracker):
     supports_higher_order_operators = True  # as in what torch captures of `torch.linalg.solve`
 
     def __init__(self, device: torch.device, held: Iterable[torch.Tensor],
-                 earlier: StepWatch | None = None, *,
+                 earlier: StepWatch | None = None, *, workspace: Workspace = lambda *_: 0,
                  existed: Callable[[torch.UntypedStorage], bool] = lambda storage: False) -> None:
         """`held`: tensors that are there now; `earlier`: a watch that knows of others.  Those that
-        `existed` before the loop, such as the batches of a list, count while they are used."""
-        super().__init__(lambda *_: 0, device=device, trace_device=device, resident=())
+        `existed` before the loop, such as the batches of a list, count while they are used.
+        `workspace`: that of the kernels, which is not seen."""
+        super().__init__(workspace, device=device, trace_device=device, resident=())
         self.phase = ""
         """The current phase of the step, in words."""
         self.peak_phase = ""
@@ -74,6 +75,7 @@ class StepWatch(MemoryTracker):
         """Ops seen."""
         self.device = device
         self._met = set[int]()  # keys of the storages that this step has used
+        self._known = dict[object, int]()  # workspace by op and shapes
         for tensor in held:
             self._meet(tensor)
         if earlier is not None:
@@ -117,7 +119,22 @@ class StepWatch(MemoryTracker):
         if not self.is_closed and not (isinstance(func, OpOverload) and func.is_view):
             self._meet(args)
             self._meet(out)
+            if isinstance(func, OpOverload):
+                self._take_workspace(func, args, kwargs or {}, out)
         return out
+
+    def _take_workspace(self, func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any],
+                        out: Any) -> None:
+        tensors = [each for each in (*args, out) if isinstance(each, torch.Tensor)]
+        key = func, *(each.shape for each in tensors), *(each.stride() for each in tensors
+                                                         if each.layout is torch.strided)
+        if key not in self._known:
+            self._known[key] = self._workspace(func, args, kwargs, out)
+        self._note_peak(self.live_bytes + self._known[key])
+
+    def _note_peak(self, size_bytes: int) -> None:
+        if size_bytes > self.peak_bytes:
+            self.peak_bytes, self.peak_phase = size_bytes, self.phase
 
     def _meet(self, value: Any) -> None:
         if isinstance(value, torch.Tensor):

@@ -23,6 +23,7 @@ from weakref import finalize, ref
 import torch
 
 from planner._graph_capture.memory.allocator import highest_requested_bytes
+from planner._graph_capture.op_costs.costs import OpCosts
 from planner._graph_capture.plain_step.observed_loss import StepWatch, end_watches
 from planner._graph_capture.torch_compat import runs_in_backward
 from planner.units import format_bytes
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("planner")
 
-_SECONDS_OF_OP = 30e-6
+_SECONDS_OF_OP = 35e-6
 """Time to watch one op, which Python takes to be called and to follow its results."""
 _MOST_UNDECIDED = 4
 """Steps that wait for their budget to be known."""
@@ -126,7 +127,8 @@ def begin_measuring(device: torch.device, held: Callable[[], Iterable[torch.Tens
     found = Measurement(device)
     if device.type != "cuda":
         earlier = next((watch for watch in _last_watch if watch.device == device), None)
-        found.watch = StepWatch(device, held(), None if is_complete else earlier, existed=existed)
+        found.watch = StepWatch(device, held(), None if is_complete else earlier, existed=existed,
+                                workspace=OpCosts(device).known_workspace_bytes)
         if not found.watch.begin():
             return
         _last_watch[:] = [found.watch]
@@ -173,11 +175,8 @@ def conclude() -> None:
         measured_bytes = each.peak()
         if measured_bytes is None or not each.calls:
             continue
-        fullest = max((call.plan for call in each.calls), key=lambda plan: plan.peak_bytes)
-        predicted_bytes = fullest.peak_bytes
+        predicted_bytes = max(call.plan.peak_bytes for call in each.calls)
         is_settled = all(call.is_settled for call in each.calls)
-        is_seen = each.watch is None or not is_settled or not (
-            0 < predicted_bytes - measured_bytes <= fullest.memory.temporaries)
         op_count = 0 if each.watch is None else each.watch.op_count
         unforeseen_bytes, budget_bytes = 0, None
         if each.is_planned and not is_settled and any(
@@ -197,7 +196,7 @@ def conclude() -> None:
                 "which no schedule that was found avoids: raise the budget"))
         watching_seconds = each.looking_seconds + op_count * _SECONDS_OF_OP
         for forward in _forwards(each.calls):
-            forward.note_peak(measured_bytes if is_seen else predicted_bytes, unforeseen_bytes,
+            forward.note_peak(measured_bytes, unforeseen_bytes,
                               watching_seconds / max(seconds, 1e-9))
     _decide()
 

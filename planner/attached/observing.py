@@ -368,9 +368,8 @@ class ObservingForward(CountingForward):
         self._steps_to_watch = max(self._steps_to_watch, 2)
 
     def note_peak(self, peak_bytes: int, unforeseen_bytes: int, watching_share: float) -> None:
-        """A step that this model took part in was measured.  `peak_bytes`: with what kernels use
-        while they run, which is not seen on a CPU but counted by plans; `unforeseen_bytes`: memory
-        beyond the prediction that broke the budget; `watching_share`: part of the step's time."""
+        """A step that this model took part in was measured.  `unforeseen_bytes`: memory beyond the
+        prediction that broke the budget; `watching_share`: part of the step's time."""
         self._counts.worst_bytes = max(self._counts.worst_bytes or 0, peak_bytes)
         self._steps_to_watch = max(0, self._steps_to_watch - 1)
         self._steps_to_skip = math.ceil(watching_share / _WATCHING_SHARE)
