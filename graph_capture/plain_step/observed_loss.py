@@ -17,8 +17,8 @@ run that would without a watch.
 The workspace of kernels is invisible while they run; so the ops are recorded, without their data,
 and measured when no memory of the step is alive (`UnmeasuredLoss`).
 
-Blind spots: for `StepWatch`, memory that a kernel uses while it runs, as far as it is not told, that
-of compiled code between its inputs and outputs, and other threads; for `LossWatch`, a product over all elements, whose
+Blind spots: for `StepWatch`, workspace that nobody has measured, memory of compiled code between
+its inputs and outputs, and other threads; for `LossWatch`, a product over all elements, whose
 gradient autograd computes differently when watched, losses on another thread, and a caller in a
 dispatch mode of its own or an output of a subclass of tensors, where nothing is tracked.
 """
@@ -126,8 +126,8 @@ class StepWatch(MemoryTracker):
     def _take_workspace(self, func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any],
                         out: Any) -> None:
         tensors = [each for each in (*args, out) if isinstance(each, torch.Tensor)]
-        key = func, *(each.shape for each in tensors), *(each.stride() for each in tensors
-                                                         if each.layout is torch.strided)
+        key = func, *((each.shape, each.stride()) for each in tensors
+                      if each.layout is torch.strided)
         if key not in self._known:
             self._known[key] = self._workspace(func, args, kwargs, out)
         self._note_peak(self.live_bytes + self._known[key])
