@@ -52,8 +52,11 @@ from torch import fx, nn
 from torch._dynamo.exc import UnspecializeRestartAnalysis, Unsupported
 from torch._dynamo.symbolic_convert import InstructionTranslatorBase
 from torch._dynamo.variables import ConstantVariable, SkipFunctionVariable, TensorVariable
+from torch._dynamo.variables.base import VariableTracker
 from torch._dynamo.variables.builder import wrap_fx_proxy
+from torch._dynamo.variables.functions import WrapperUserFunctionVariable
 from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
+from torch._dynamo.variables.user_defined import UserDefinedObjectVariable
 from torch.utils import _pytree as pytree
 
 KNOWN_BYTES = 1 << 24
@@ -142,6 +145,7 @@ def as_plain_code(values: Callable[[], Mapping[int, torch.Tensor]],
         (TorchInGraphFunctionVariable, "call_function", _answering_call(_call)),
         (SkipFunctionVariable, "call_function", _answering_call(_skipped_call)),
         (TensorVariable, "call_method", _call_method_as_plain),
+        (WrapperUserFunctionVariable, "call_function", _call_wrapped),
         *KEEPING,
         (InstructionTranslatorBase, "run", _run_frame),
         *((kind, "dispatch_table", _answering_table(kind))
@@ -160,6 +164,7 @@ def as_plain_code(values: Callable[[], Mapping[int, torch.Tensor]],
 _call, _skipped_call = (
     TorchInGraphFunctionVariable.call_function, SkipFunctionVariable.call_function)
 _call_method = TensorVariable.call_method
+_wrapped = WrapperUserFunctionVariable.call_function
 _run = InstructionTranslatorBase.run
 
 
@@ -190,6 +195,43 @@ def _answering_call(call: Callable[..., Any]) -> Callable[..., Any]:
         return call(variable, translator, args, kwargs)
 
     return handle
+
+
+class _CachedObject(UserDefinedObjectVariable):
+    """An object that a cached function has returned."""
+
+
+def _call_wrapped(variable: Any, translator: Any, args: Any, kwargs: Any) -> Any:
+    """The handler of a call of a wrapped function.  One under `functools.lru_cache` whose arguments
+    are plain values is called, and not traced: its result follows from them.  So the patterns of
+    `einops` are read once."""
+    given = [each.realize() for each in args]
+    named = {name: each.realize() for name, each in kwargs.items()}
+    is_cached = type(variable) is WrapperUserFunctionVariable and isinstance(
+        variable.wrapper_obj, _CACHED)
+    if is_cached and all(isinstance(each, _CachedObject) or each.is_python_constant()
+                         for each in (*given, *named.values())):
+        with contextlib.suppress(Exception), no_active_modes():  # what it raises, tracing raises
+            found = variable.wrapper_obj(
+                *map(_value, given), **{name: _value(each) for name, each in named.items()})
+            if _is_plain(found):
+                return VariableTracker.build(translator, found)
+            if _is_plain(vars(found)):
+                return _CachedObject(found)
+    return _wrapped(variable, translator, args, kwargs)
+
+
+_CACHED = type(functools.lru_cache(len))
+
+
+def _value(variable: Any) -> Any:
+    return (variable.value if isinstance(variable, _CachedObject)
+            else variable.as_python_constant())
+
+
+def _is_plain(value: Any) -> bool:
+    """True for numbers, texts, and containers of them."""
+    return all(map(ConstantVariable.is_literal, pytree.tree_leaves(value)))
 
 
 def _is_told_no(translator: Any) -> bool:

@@ -193,10 +193,15 @@ REQUIRED: dict[str, tuple[str, ...]] = {
              "frame_summary(self)", "run(self)"),
         *_of("torch._dynamo.variables",
              "ConstantVariable.create(value)",
+             "ConstantVariable.is_literal(value)",
              "SkipFunctionVariable.call_function(self, translator, args, kwargs)",
              "TensorVariable.as_proxy(self)",
              "TensorVariable.call_method(self, translator, name, args, kwargs)"),
+        "torch._dynamo.variables.base.VariableTracker.build(translator, value)",
         "torch._dynamo.variables.builder.wrap_fx_proxy(translator, proxy)",
+        "torch._dynamo.variables.functions.WrapperUserFunctionVariable.call_function("
+        "self, translator, args, kwargs)",
+        "torch._dynamo.variables.user_defined.UserDefinedObjectVariable(value)",
         "torch._dynamo.variables.torch.TorchInGraphFunctionVariable.call_function("
         "self, translator, args, kwargs)",
         "torch._utils",

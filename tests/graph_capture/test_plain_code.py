@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 from torch import nn
@@ -131,3 +133,50 @@ def test_losses_and_gradients_are_those_of_the_plain_step(name, masked):
     plan = planner.plan(case.model, inputs, budget="80%")
     plain, mine = step(case.model), step(plan.apply(case.model))
     assert all(map(torch.equal, plain, mine))
+
+
+class Layout:
+    def __init__(self, pattern: str) -> None:
+        self.order, self.scale = [len(pattern) % 2, 0], {"by": 1 / len(pattern)}
+
+
+class Cached(nn.Module):
+    """Reads a pattern by functions that keep their results, as `einops` does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(3))
+        self.read: list[str] = []
+
+        @functools.lru_cache
+        def layout(pattern: str, *, rank: int) -> Layout:
+            self.read.append(pattern)
+            return Layout(pattern)
+
+        @functools.lru_cache
+        def sizes(found: Layout, shape: tuple[int, ...]) -> tuple[list[int], dict[str, float]]:
+            self.read.append(str(shape))
+            return [shape[place] for place in found.order], found.scale
+
+        self.layout, self.sizes = layout, sizes
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            order, scale = self.sizes(self.layout("a b c", rank=2), tuple(x.shape))
+            x = layer(x).tanh() * scale["by"] + order[0] / order[1]
+        return x.square().mean()
+
+
+def test_functions_that_keep_their_results_are_called_as_often_as_in_the_plain_step():
+    plain, model = Cached(), Cached()
+    planner.within(model, "95%", time_limit=1)
+    for _ in range(3):
+        x = torch.randn(32, 16)
+        for each in (plain, model):
+            each.zero_grad()
+            each(x).backward()
+        for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+            assert torch.equal(mine.grad, theirs.grad)
+    assert plain.read == model.read == ["a b c", "(32, 16)"]
+    assert planner.status(model).planned_steps == 3
