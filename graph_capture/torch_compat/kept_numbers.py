@@ -155,7 +155,7 @@ class _Append(VariableTracker):
         if (len(args) == 1 and not kwargs and isinstance(args[0], _KeptNumber)
                 and not self.made.is_realized()):
             vars(output).setdefault("_appended", []).append(
-                (self.made.peek_value(), self.made.original_source(), args[0]))
+                (self.made.original_value(), self.made.original_source(), args[0]))
             return ConstantVariable.create(None)
         return self.made.realize().call_method(translator, "append", args, kwargs)
 
@@ -168,7 +168,7 @@ def _load_attribute(translator: Any, name: str) -> None:
     """The handler of the load of an attribute."""
     made = translator.stack[-1]
     if (name == "append" and isinstance(made, LazyVariableTracker) and not made.is_realized()
-            and type(made.peek_value()) is list and made.peek_value() not in
+            and type(made.original_value()) is list and made.original_value() not in
             translator.output.side_effects and _is_outermost(translator)):
         translator.stack[-1] = _Append(made)
         return

@@ -159,7 +159,7 @@ REQUIRED: dict[str, tuple[str, ...]] = {
              "TensorVariable.call_method(self, translator, name, args, kwargs)"),
         "torch._dynamo.variables.base.VariableTracker.reconstruct(self, codegen)",
         *_of("torch._dynamo.variables.lazy.LazyVariableTracker", "is_realized(self)",
-             "original_source(self)", "peek_value(self)", "realize(self)"),
+             "original_source(self)", "original_value(self)", "realize(self)"),
     ),
     "memory": (
         *_of("torch.Tensor", "_backward_hooks", "_is_zerotensor", "_make_subclass",

@@ -165,12 +165,16 @@ def train_by_trainer(loop: MeasuredLoop, row: Row, folder: Path, budget: int | N
     loop.run(trainer.train)
 
 
+TABLES = 2 * 256 * 4
+"""Bytes of the tables that bitsandbytes makes once, for all models, which no loop's peak has."""
+
+
 def check(plain: MeasuredLoop, loop: MeasuredLoop, plan: planner.Plan) -> None:
     """The same losses; steady steps have the predicted peak, but for scalars of an optimizer."""
     assert loop.losses == plain.losses
     assert plan.budget_bytes is not None and max(loop.peaks) <= plan.budget_bytes
-    assert abs(max(loop.peaks[1:]) - plan.peak_bytes) < 64
-    assert abs(max(plain.peaks[1:]) - plan.baseline_peak_bytes) < 64
+    assert -64 < plan.peak_bytes - max(loop.peaks[1:]) < 64 + TABLES
+    assert -64 < plan.baseline_peak_bytes - max(plain.peaks[1:]) < 64 + TABLES
 
 
 @pytest.mark.parametrize("name", ROWS)
