@@ -155,15 +155,16 @@ class Cached(nn.Module):
             return Layout(pattern)
 
         @functools.lru_cache
-        def sizes(found: Layout, shape: tuple[int, ...]) -> tuple[list[int], dict[str, float]]:
+        def sizes(found: Layout, *shape: int) -> tuple[list[int], dict[str, float]]:
             self.read.append(str(shape))
             return [shape[place] for place in found.order], found.scale
 
-        self.layout, self.sizes = layout, sizes
+        self.functions = layout, sizes
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        layout, sizes = self.functions
         for layer in self.layers:
-            order, scale = self.sizes(self.layout("a b c", rank=2), tuple(x.shape))
+            order, scale = sizes(layout("a b c", rank=2), *x.shape)
             x = layer(x).tanh() * scale["by"] + order[0] / order[1]
         return x.square().mean()
 
