@@ -242,7 +242,7 @@ def test_a_refusal_leaves_gradients_enabled():
 
 
 class Logging(nn.Module):
-    """Reads a value behind each of its layers, which are torch's own; torch gives up on a loop over
+    """Computes with a value behind each of its layers, which are torch's; torch gives up on a loop over
     a generator, if `is_lazy`."""
 
     def __init__(self, *, is_lazy: bool) -> None:
@@ -260,7 +260,7 @@ class Logging(nn.Module):
         for layer, head in (pair for pair in pairs) if self.is_lazy else pairs:
             x = layer(x)
             loss = loss + head(x).square().mean()
-            self.norms.append(x.norm().item())
+            self.norms.append(round(x.norm().item(), 3))
         return loss
 
 
