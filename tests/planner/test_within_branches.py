@@ -242,8 +242,8 @@ def test_a_refusal_leaves_gradients_enabled():
 
 
 class Logging(nn.Module):
-    """Computes with a value behind each of its layers, which are torch's; torch gives up on a loop over
-    a generator, if `is_lazy`."""
+    """Computes with a value behind each of its layers, which are torch's own; torch gives up on a
+    loop over a generator, if `is_lazy`."""
 
     def __init__(self, *, is_lazy: bool) -> None:
         super().__init__()
