@@ -70,8 +70,10 @@ class _KeptNumber(VariableTracker):
                 else bool if dtype == torch.bool else int)
 
     def reconstruct(self, codegen: Any) -> None:
-        # Else the code behind a break is compiled for each number.
-        if not codegen.tx.current_instruction.opname.startswith("RETURN"):
+        # Else the code behind a break is compiled for each number; a caller may compute with it.
+        returned: list[VariableTracker] = []
+        VariableTracker.visit(returned.append, codegen.tx.stack)
+        if self in returned or not codegen.tx.current_instruction.opname.startswith("RETURN"):
             self.read_at_once()
         codegen.add_push_null(lambda: codegen.load_import_from(__name__, "read_number"))
         codegen(self.tensor)
