@@ -125,9 +125,7 @@ class StepWatch(MemoryTracker):
 
     def _take_workspace(self, func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any],
                         out: Any) -> None:
-        tensors = [each for each in (*args, out) if isinstance(each, torch.Tensor)]
-        key = func, *((each.shape, each.stride()) for each in tensors
-                      if each.layout is torch.strided)
+        key = func, _shapes(args), _shapes(tuple(kwargs.items()))
         if key not in self._known:
             self._known[key] = self._workspace(func, args, kwargs, out)
         self._note_peak(self.live_bytes + self._known[key])
@@ -158,6 +156,14 @@ class StepWatch(MemoryTracker):
         super()._change(number, change)
         if self.peak_bytes > before:
             self.peak_phase = self.phase
+
+
+def _shapes(value: Any) -> object:
+    """A value of an op's arguments with the layouts of tensors in their place; hashable."""
+    if isinstance(value, torch.Tensor):
+        strides = value.stride() if value.layout is torch.strided else value.layout
+        return value.shape, strides, value.dtype
+    return tuple(map(_shapes, value)) if isinstance(value, tuple | list) else value
 
 
 @dataclass(frozen=True, slots=True)
