@@ -338,8 +338,12 @@ _WHOLE_STORAGE_COPIES = frozenset({
 """Ops that keep the strides of their first operand by copying its whole storage, of which it may be
 a small part; the traced storages do not show that."""
 
-_UNANNOTATED_VIEWS = frozenset({torch.ops.aten._unsafe_view.default})
-"""Ops whose result aliases their operand although their schema does not say so."""
+_UNANNOTATED_VIEWS = frozenset({
+    torch.ops.aten._unsafe_view.default,
+    torch.ops.aten.unsafe_split.Tensor,
+    torch.ops.aten.unsafe_split_with_sizes.default,
+})
+"""Ops whose results alias their operand although their schema does not say so."""
 
 
 def last_forward_node(joint: JointGraph) -> fx.Node | None:

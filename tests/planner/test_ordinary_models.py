@@ -33,6 +33,24 @@ def test_recurrent_layers(kind):
     check(lambda: Recurrent(kind, num_layers=2), (torch.arange(192).view(32, 6) % 50,), 0.85)
 
 
+class Unrolled(nn.Module):
+    """A cell whose gates are slices of one product, which the schema of their op does not say."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell = nn.GRUCell(64, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        state = x
+        for _ in range(3):
+            state = self.cell(torch.relu(state), state)
+        return state
+
+
+def test_the_gates_of_a_cell_are_counted_once():
+    check(Unrolled, (torch.linspace(-1, 1, 512 * 64).view(512, 64),), 0.5)
+
+
 class Rotated(nn.Module):
     """Layers with a rotation by Cayley's formula; torch checks the solution of its equations."""
 
