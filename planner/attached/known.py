@@ -772,7 +772,7 @@ class GraphPlanner:
         limit_bytes = self._limit_bytes(known, as_known)
         effort = Effort(solver=self._planning.solver, is_brief=True,
                         time_limit=_PROVISIONAL_SHARE * self._planning.time_limit)
-        return agreed(lambda: self._provisional(known, as_known, limit_bytes, effort), as_known,
+        return agreed(lambda: self._provisional(known, limit_bytes, effort), as_known,
                       limit_bytes, effort, "the first step")
 
     def note_saved(self, plan: Plan, known: Known) -> None:
@@ -780,8 +780,8 @@ class GraphPlanner:
         variant = self._prepared(known).variant_of(plan.spec)
         self.saved_bytes = saved_bytes(variant, schedule_of(variant, plan.spec))
 
-    def _provisional(self, known: Known, as_known: PreparedStep, limit_bytes: int | None,
-                     effort: Effort) -> Plan:
+    def _provisional(self, known: Known, limit_bytes: int | None, effort: Effort
+                     ) -> Plan:
         loss = known.loss or (self.assumed_loss if self.loss_is_outside else None)
         if known.optimizers is None and self._planning.optimizer is None:
             outside = replace(known.outside, backward=frozenset(
@@ -800,10 +800,10 @@ class GraphPlanner:
             except InfeasibleBudget as refusal:
                 # The budget leaves this much less to the loss.
                 loss = _smaller(loss, refusal.minimum_bytes - refusal.budget_bytes)
-        if self.is_percentage:
-            least = known.loss or (self.passing_loss if self.loss_is_outside else None)
-            return leanest_plan(self._prepared(replace(known, loss=least)), effort)
-        return plan_within(as_known, limit_bytes, effort)
+        least = self._prepared(replace(known, loss=known.loss or (
+            self.passing_loss if self.loss_is_outside else None)))
+        return (leanest_plan(least, effort) if self.is_percentage
+                else plan_within(least, limit_bytes, effort))
 
     def _prepared(self, known: Known, pending_bytes: int | None = None, *,
                   assumed_optimizer: str | None = None) -> PreparedStep:
