@@ -509,16 +509,26 @@ class PlanningForward(ObservingForward):
         """Plan a graph with symbolic sizes for those of a call, or larger ones."""
         with self._planning() as watch:
             chosen = graph.choose_sizes(target, call)
-            planned_args, planned_kwargs = graph.arguments_at(chosen, args, kwargs)
-            step = graph.symbolic_step(planned_args, planned_kwargs)
-            planner = self._planner_of(planned_args, planned_kwargs, symbolic=step,
-                                       earlier=graph.earlier)
-            del planned_args, planned_kwargs
+            try:
+                planner = self._planner_at(graph, chosen, args, kwargs)
+            except Exception:
+                # The model's code may refuse values that go on at larger sizes.
+                if chosen is call:
+                    raise
+                graph.take_sizes(call)
+                planner = self._planner_at(graph, call, args, kwargs)
             graph.note(present)
             graph.loss, graph.planner = self._expected_loss(planner, graph), planner
             self._look_outside(graph, args, kwargs)
             self._plan(graph, self._known(graph, present), call, args, kwargs)
             watch.conclude(f": {summarize(graph.plan)}")
+
+    def _planner_at(self, graph: SymbolicGraph, chosen: Call, args: tuple[Any, ...],
+                    kwargs: dict[str, Any]) -> GraphPlanner:
+        """Capture a step of the chosen sizes."""
+        args, kwargs = graph.arguments_at(chosen, args, kwargs)
+        return self._planner_of(args, kwargs, symbolic=graph.symbolic_step(args, kwargs),
+                                earlier=graph.earlier)
 
     def _run(self, graph: PlannedGraph, args: tuple[Any, ...], kwargs: dict[str, Any], *,
              is_trial: bool = False) -> Any:

@@ -124,9 +124,15 @@ class SymbolicGraph(PlannedGraph):
                 self._serves_larger(target.region, call, self.call)):
             chosen = self.call
         self._is_for_more_sizes = target is self.target
-        self.target, self.call = target, chosen
-        self.values = target.region.values_at(self._named(chosen.sizes))
+        self.target = target
+        self.take_sizes(chosen)
         return chosen
+
+    def take_sizes(self, call: Call) -> None:
+        """Plan for the sizes of a call."""
+        assert self.target is not None
+        self.call = call
+        self.values = self.target.region.values_at(self._named(call.sizes))
 
     def _serves_larger(self, region: SymbolicRegion, call: Call, larger: Call) -> bool:
         """True if the graph of a call is that of `larger` sizes, too."""
@@ -222,8 +228,8 @@ def enlarged_arguments(tensors: Mapping[str, torch.Tensor], call: Call, args: tu
 def _enlarged(tensor: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
     """A tensor that is at least as large in each dimension: a slice of the same storage where that
     has room for it, as one long tensor that all batches are slices of does, else one that leaves
-    out as much of a storage of its own.  Values that code may decide by are repeated there, so that
-    a mask of ones stays one."""
+    out as much of a storage of its own.  Of values that code may decide by, the last ones go on
+    there, so that a mask of ones stays one."""
     strides = list(tensor.stride())
     extents = extents_of_whole(tensor)
     for (inner, extent), (outer, _) in pairwise(extents):
@@ -240,8 +246,8 @@ def _enlarged(tensor: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
     enlarged = whole.as_strided(sizes, strides, offset)
     if values is not None:
         for place, size in enumerate(sizes):
-            repeated = torch.arange(size, device=values.device) % values.size(place)
-            values = values.index_select(place, repeated)
+            last_goes_on = torch.arange(size, device=values.device).clamp(max=values.size(place) - 1)
+            values = values.index_select(place, last_goes_on)
         enlarged.copy_(values)
     return enlarged.requires_grad_(tensor.requires_grad)
 

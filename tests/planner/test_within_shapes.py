@@ -722,3 +722,11 @@ def test_sizes_may_be_rounded_fractions_of_sizes():
             own = sum(each.nbytes for each in model.parameters())
             assert peaks[1] + own + ids.nbytes <= planner.status(model).budget_bytes
     assert symbolic_of(model).code.compilations == 1
+
+
+def test_values_at_larger_sizes_are_the_last_ones():
+    # A mask of ones stays one, sorted places stay sorted, and a mark in front is not repeated.
+    ids = torch.tensor([[7, 1, 1], [7, 2, 2]])
+    call = SimpleNamespace(sizes={"ids": (3, 5)})
+    (found,), _ = symbolic_graph.enlarged_arguments({"ids": ids}, call, (ids,), {})
+    assert found.tolist() == [[7, 1, 1, 1, 1], [7, 2, 2, 2, 2], [7, 2, 2, 2, 2]]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import logging
 import sys
@@ -14,6 +15,7 @@ import pytest
 import torch
 from torch import nn
 
+import planner
 from tests.support.measured_loops import MeasuredLoop, MeasuredTraining, Trial
 from tests.support.models import gpt2
 
@@ -143,3 +145,32 @@ def test_a_missing_library_is_named(monkeypatch):
     monkeypatch.delitem(sys.modules, "planner.integrations.transformers")
     with pytest.raises(ImportError, match="pip install transformers accelerate"):
         import planner.integrations.transformers  # noqa: F401
+
+
+@pytest.mark.slow
+def test_images_in_texts_of_other_lengths():
+    # Its code checks that there are as many tokens for images as the images take.
+    text = transformers.LlamaConfig(
+        hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2,
+        vocab_size=100, bos_token_id=1, eos_token_id=2)
+    vision = transformers.CLIPVisionConfig(
+        hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2,
+        image_size=32, patch_size=8, projection_dim=32)
+    config = transformers.LlavaConfig(
+        vision_config=vision, text_config=text, image_token_index=99, image_seq_length=16,
+        vision_feature_layer=-1)
+    torch.manual_seed(0)
+    plain = transformers.LlavaForConditionalGeneration(config)
+    model = planner.within(copy.deepcopy(plain), "80%", time_limit=1)
+    for length in (24, 30, 18, 28):
+        ids = torch.randint(3, 90, (4, length + 16))
+        ids[:, 2:18] = 99
+        batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids,
+                 "pixel_values": torch.randn(4, 3, 32, 32)}
+        losses = []
+        for each in (plain, model):
+            each.zero_grad()
+            losses.append(each(**batch).loss)
+            losses[-1].backward()
+        assert losses[0] == losses[1]
+    assert planner.status(model).planned_steps == 4
