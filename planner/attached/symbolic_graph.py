@@ -246,8 +246,8 @@ def _enlarged(tensor: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
     enlarged = whole.as_strided(sizes, strides, offset)
     if values is not None:
         for place, size in enumerate(sizes):
-            last_goes_on = torch.arange(size, device=values.device).clamp(max=values.size(place) - 1)
-            values = values.index_select(place, last_goes_on)
+            places = torch.arange(size, device=values.device)
+            values = values.index_select(place, places.clamp(max=values.size(place) - 1))
         enlarged.copy_(values)
     return enlarged.requires_grad_(tensor.requires_grad)
 
