@@ -2,8 +2,8 @@
 
 A value that no code reads makes no other graph: the name of a file, the number of a step.  Which
 are read is found out: a call that differs from the ones before in such a value is taken for one
-with the value that was met first.  Where the model is compiled for it again, several times, the
-value is read, and each one has a graph and plans of its own.
+with the value that was met first.  Where it takes a graph of its own, several times, the value is
+read, and each one has a graph and plans of its own.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ from planner._apply.call_signature import Call
 
 log = logging.getLogger("planner")
 
-_MOST_COMPILED = 3
-"""Compilations after which a value is taken for one that is read: sizes may be new as well."""
+_MOST_READ = 3
+"""Graphs with values of their own after which a value is taken for one that is read: sizes may be
+new as well."""
 
 
 class PlainValues:
@@ -25,7 +26,7 @@ class PlainValues:
     def __init__(self, model: str) -> None:
         self._model = model
         self._first: dict[str, str] = {}
-        self._compiled: Counter[str] = Counter()
+        self._read: Counter[str] = Counter()
         self._changed: frozenset[str] = frozenset()
         self.given: Call | None = None
         """The running call as it is."""
@@ -42,14 +43,14 @@ class PlainValues:
             self._first.setdefault(name, value)
         self._changed = frozenset(
             name for name, value in values.items() if may_try and value != self._first[name]
-            and self._compiled[name] < _MOST_COMPILED)
+            and self._read[name] < _MOST_READ)
         return call.with_values({name: self._first[name] for name in self._changed})
 
-    def note_compiled(self) -> None:
-        """Note that the model was compiled again for the running call."""
+    def note_read(self) -> None:
+        """Note that the running call took a graph with its own values."""
         for name in self._changed:
-            self._compiled[name] += 1
-            if self._compiled[name] == _MOST_COMPILED:
+            self._read[name] += 1
+            if self._read[name] == _MOST_READ:
                 log.warning(
                     "%s: the argument %s has other values from call to call, and the model's code "
                     "reads it: each value is captured and planned by itself, which takes seconds. "

@@ -100,3 +100,33 @@ def test_an_argument_that_no_op_reads_may_have_any_size(caplog):
         for each in (plain, net):
             each(x, starts=torch.arange(count), reads=True).backward()
     assert_same_gradients(plain, net)
+
+
+class Headed(nn.Module):
+    """A body with a head for each task."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(*(
+            nn.Sequential(nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 32)) for _ in range(3)))
+        self.heads = nn.ModuleList(nn.Linear(32, count) for count in (10, 3, 1))
+
+    def forward(self, x: torch.Tensor, task: int) -> torch.Tensor:
+        return self.heads[task](self.body(x))
+
+
+@pytest.mark.parametrize("calls", [((0, 200), (1, 64), (2, 128)), ((0, 200), (1, 64))])
+def test_calls_of_one_step_with_a_number_and_a_size_each_are_planned_once(calls):
+    torch.manual_seed(0)
+    plain = Headed()
+    net = planner.within(copy.deepcopy(plain), "80%", time_limit=1)
+    plans = []
+    for _ in range(8):
+        batches = [(torch.randn(count, 32), task) for task, count in calls]
+        for each in (plain, net):
+            each.zero_grad()
+            sum(each(*batch).square().mean() for batch in batches).backward()
+        assert all(mine.grad is theirs.grad or torch.equal(mine.grad, theirs.grad) for mine, theirs
+                   in zip(net.parameters(), plain.parameters(), strict=True))
+        plans.append(planner.status(net).plans)
+    assert plans[4:] == plans[3:4] * 4
