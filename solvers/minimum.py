@@ -37,7 +37,7 @@ PATIENCE_OF_NEAR = 0.05
 """Like `PATIENCE`, once the bound leaves less than that to improve."""
 MOST_OF_ONE_WALK = 0.2
 """Part of the work that one walk may take."""
-WALKS_FIRST, ANNEALED_PER_WALKED = 0.2, 2.0
+WALKS_FIRST, ANNEALED_PER_WALKED = 0.2, 20.0
 """Part of the work for walks alone, unless the plain ones take less; and the work of annealing in
 comparison to theirs after that."""
 _MOST_RUNS_PER_OP = 3  # longer schedules than that are a bad start for annealing
@@ -141,6 +141,7 @@ class Descent:
         self.best = problem.keep_all_schedule
         """The schedule with the smallest peak found."""
         self.best_peak = simulate(problem, self.best).peak_bytes
+        self._walked, self._walked_peak = self.best, self.best_peak
         self.work = 0.0
         self._whole_work = min(WORK + WORK_PER_OP * len(problem), WORK_PER_OP_OF_SMALL
                                * len(problem)) if whole_work is None else whole_work
@@ -179,20 +180,24 @@ class Descent:
                 found, work = self._attempt((self.floor + self.best_peak) // 2, heuristic, 3)
                 yield work
         walked = annealed = 0.0
+        rounds = 0
         for rank, (heuristic, runs_per_op) in enumerate(_heuristics(self.seed, plain)):
             for work in self._bisect(heuristic, runs_per_op):
                 walked += work
                 yield work
             is_started = rank >= 2 * len(plain) + 2 or walked > WALKS_FIRST * self._whole_work
             if is_started and annealed < ANNEALED_PER_WALKED * walked:
-                for work in self._anneal(self.seed + rank):
+                # Annealing that is stuck stays so: every other round begins where walks ended.
+                begin = self._walked if rounds % 2 else self.best
+                rounds += 1
+                for work in self._anneal(self.seed + rank, begin):
                     annealed += work
                     yield work
 
-    def _anneal(self, seed: int) -> Iterator[float]:
+    def _anneal(self, seed: int, begin: Order) -> Iterator[float]:
         """Lower the peak by local search, until it finds nothing more for a while."""
-        is_short = len(self.best) <= _MOST_RUNS_PER_OP * len(self.problem)
-        start = self.best if is_short else self.problem.keep_all_schedule
+        is_short = len(begin) <= _MOST_RUNS_PER_OP * len(self.problem)
+        start = begin if is_short else self.problem.keep_all_schedule
         fruitless = 0
         for found, moves in descend(self.problem, start, self.floor, seed):
             fruitless += moves
@@ -232,6 +237,8 @@ class Descent:
         if found is None:
             return False, work
         peak = simulate(self.problem, found).peak_bytes
+        if peak < self._walked_peak:
+            self._walked, self._walked_peak = found, peak
         if peak >= self.best_peak:
             return False, work
         self.best, self.best_peak = found, peak
