@@ -255,8 +255,9 @@ class PlanningForward(ObservingForward):
         call = self._plain_values.begin(self.call_of(args, kwargs), may_try=(
             self.running is not None and not self.running.has_control_flow))
         known = self._served.get(call)
-        if known is None and not (isinstance(self.running, SymbolicGraph) and self.running.call
-                                  and call.may_be_served_as(self.running.call)):
+        if known is None and call not in self._with_double_backward and not (
+                isinstance(self.running, SymbolicGraph) and self.running.call
+                and call.may_be_served_as(self.running.call)):
             self._watch_next_steps()  # smaller sizes of one graph hold no more beside it
         if not self._optimizers and self._backward_seen and not self._has_gradients:
             self._end_step()

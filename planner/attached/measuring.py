@@ -81,8 +81,9 @@ class _Undecided:
 class Measurement:
     """The step under way."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, begun_by: ObservingForward) -> None:
         self.device = device
+        self.begun_by = ref(begun_by)
         self.calls: list[_PlannedCall] = []
         self.is_planned = True
         """True if each call ran under a plan."""
@@ -117,14 +118,15 @@ _last_watch: list[StepWatch] = []
 _undecided: list[_Undecided] = []
 
 
-def begin_measuring(device: torch.device, held: Callable[[], Iterable[torch.Tensor]], *,
+def begin_measuring(forward: ObservingForward, device: torch.device,
+                    held: Callable[[], Iterable[torch.Tensor]], *,
                     is_complete: bool, existed: Callable[[torch.UntypedStorage], bool]) -> None:
-    """Measure from here on, unless that is done already.  `held`: the tensors that the loop holds;
-    `is_complete`: all of them, else those of the step that was watched last are added, but for what
-    `existed` before the loop and that step did not use."""
+    """Measure from a call of `forward` on, unless that is done already.  `held`: the tensors that
+    the loop holds; `is_complete`: all of them, else those of the step that was watched last are
+    added, but for what `existed` before the loop and that step did not use."""
     if _under_way:
         return
-    found = Measurement(device)
+    found = Measurement(device, forward)
     if device.type != "cuda":
         earlier = next((watch for watch in _last_watch if watch.device == device), None)
         found.watch = StepWatch(device, held(), None if is_complete else earlier, existed=existed,
@@ -173,11 +175,14 @@ def conclude() -> None:
         seconds = time.perf_counter() - each.begun
         _abandon(each)
         measured_bytes = each.peak()
+        op_count = 0 if each.watch is None else each.watch.op_count
+        watching_share = (each.looking_seconds + op_count * _SECONDS_OF_OP) / max(seconds, 1e-9)
+        if not each.calls and (forward := each.begun_by()) is not None:
+            forward.note_watched(watching_share)  # whose calls ran as they are written
         if measured_bytes is None or not each.calls:
             continue
         predicted_bytes = max(call.plan.peak_bytes for call in each.calls)
         is_settled = all(call.is_settled for call in each.calls)
-        op_count = 0 if each.watch is None else each.watch.op_count
         unforeseen_bytes, budget_bytes = 0, None
         if each.is_planned and not is_settled and any(
                 limit is not None and limit.size_bytes is None
@@ -194,10 +199,8 @@ def conclude() -> None:
                 f"{format_bytes(excess_bytes)} more, {each.cause(predicted_bytes)}; the next "
                 "step is planned with it") if excess_bytes > 0 else (
                 "which no schedule that was found avoids: raise the budget"))
-        watching_seconds = each.looking_seconds + op_count * _SECONDS_OF_OP
         for forward in _forwards(each.calls):
-            forward.note_peak(measured_bytes, unforeseen_bytes,
-                              watching_seconds / max(seconds, 1e-9))
+            forward.note_peak(measured_bytes, unforeseen_bytes, watching_share)
     _decide()
 
 

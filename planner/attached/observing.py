@@ -360,7 +360,7 @@ class ObservingForward(CountingForward):
                 return  # a watch would be left open behind the last step
         if running_node_number() is None and not group_of(self.__self__) and (
                 device.type == "cuda" or self._steps_to_watch > 0 or self._steps_to_skip <= 0):
-            begin_measuring(device, lambda: self._tensors_held(args, kwargs),
+            begin_measuring(self, device, lambda: self._tensors_held(args, kwargs),
                             is_complete=self._is_looked_at, existed=self._loop.existed)
 
     def _watch_next_steps(self) -> None:
@@ -371,12 +371,16 @@ class ObservingForward(CountingForward):
         """A step that this model took part in was measured.  `unforeseen_bytes`: memory beyond the
         prediction that broke the budget; `watching_share`: part of the step's time."""
         self._counts.worst_bytes = max(self._counts.worst_bytes or 0, peak_bytes)
-        self._steps_to_watch = max(0, self._steps_to_watch - 1)
-        self._steps_to_skip = math.ceil(watching_share / _WATCHING_SHARE)
+        self.note_watched(watching_share)
         if unforeseen_bytes:
             self._unforeseen_bytes += unforeseen_bytes
             self._learned += 1
             self._watch_next_steps()
+
+    def note_watched(self, watching_share: float) -> None:
+        """A step was measured, which took this part of its time."""
+        self._steps_to_watch = max(0, self._steps_to_watch - 1)
+        self._steps_to_skip = math.ceil(watching_share / _WATCHING_SHARE)
 
     @property
     def _stepping(self) -> tuple[ref[Optimizer], ...] | None:

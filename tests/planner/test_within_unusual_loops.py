@@ -12,9 +12,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.func import functional_call
 
 import planner
 from planner._graph_capture.memory.allocator import record_peak, record_stages
+from planner._graph_capture.plain_step.observed_loss import StepWatch
+from planner.attached import measuring
 from tests.support.training import assert_same_gradients
 
 Batch = Callable[[torch.Tensor], torch.Tensor]
@@ -648,3 +651,26 @@ def test_calls_in_a_hook_of_a_backward_serve_any_size():
 def test_a_compiled_model_is_told_that_its_code_is_not_used(compiled, caplog):
     planner.within(compiled(nn.Sequential(nn.Linear(4, 4))), "50%")
     assert 'backend="inductor" compiles the planned step' in caplog.text
+
+
+@pytest.mark.filterwarnings("ignore:.*differentiated again")
+def test_calls_that_run_as_written_are_not_watched_for_ever(monkeypatch):
+    # Meta learning: each gradient of the inner step is differentiated again.
+    watched = []
+    monkeypatch.setattr(measuring, "StepWatch", lambda *args, **kwargs: watched.append(1) or
+                        StepWatch(*args, **kwargs))
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(32, 128), nn.Tanh(), nn.Linear(128, 32))
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+    planner.within(net, "90%", time_limit=1)
+    for _ in range(12):
+        named = dict(net.named_parameters())
+        loss = functional_call(net, named, (torch.randn(64, 32),)).square().mean()
+        gradients = torch.autograd.grad(loss, list(named.values()), create_graph=True)
+        inner = {name: value - 0.1 * gradient for (name, value), gradient
+                 in zip(named.items(), gradients, strict=True)}
+        functional_call(net, inner, (torch.randn(64, 32),)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert planner.status(net).planned_steps == 0
+    assert len(watched) < 8
