@@ -218,8 +218,8 @@ def _decide() -> None:
             _report(each.calls, each.measured_bytes, each.predicted_bytes, budget_bytes,
                     "in an earlier step, which ran before all of it was known; now it is"
                     if is_known else
-                    "in an earlier step; the loss or the optimizer could not be observed, so that "
-                    "the plan does not count them")
+                    "in an earlier step, of which something was not known when it ran: its loss, "
+                    "its optimizer, or gradients that were kept")
 
 
 def _forwards(calls: Iterable[_PlannedCall]) -> list[ObservingForward]:
