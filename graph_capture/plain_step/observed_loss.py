@@ -125,7 +125,7 @@ class StepWatch(MemoryTracker):
 
     def _take_workspace(self, func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any],
                         out: Any) -> None:
-        key = func, _shapes(args), _shapes(tuple(kwargs.items()))
+        key = func, _shapes(args), _shapes(kwargs)
         if key not in self._known:
             self._known[key] = self._workspace(func, args, kwargs, out)
         self._note_peak(self.live_bytes + self._known[key])
@@ -159,10 +159,12 @@ class StepWatch(MemoryTracker):
 
 
 def _shapes(value: Any) -> object:
-    """A value of an op's arguments with the layouts of tensors in their place; hashable."""
+    """Arguments of an op with the layouts of tensors in their place; hashable."""
     if isinstance(value, torch.Tensor):
         strides = value.stride() if value.layout is torch.strided else value.layout
         return value.shape, strides, value.dtype
+    if isinstance(value, Mapping):
+        return tuple(map(_shapes, value.items()))
     return tuple(map(_shapes, value)) if isinstance(value, tuple | list) else value
 
 

@@ -509,13 +509,12 @@ class PlanningForward(ObservingForward):
                     present: Present, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Plan a graph with symbolic sizes for those of a call, or larger ones."""
         with self._planning() as watch:
-            chosen = graph.choose_sizes(target, call)
-            try:
-                planner = self._planner_at(graph, chosen, args, kwargs)
-            except Exception:
+            chosen, planner = graph.choose_sizes(target, call), None
+            if chosen is not call:
                 # The model's code may refuse values that go on at larger sizes.
-                if chosen is call:
-                    raise
+                with contextlib.suppress(Exception):
+                    planner = self._planner_at(graph, chosen, args, kwargs)
+            if planner is None:
                 graph.take_sizes(call)
                 planner = self._planner_at(graph, call, args, kwargs)
             graph.note(present)

@@ -780,8 +780,7 @@ class GraphPlanner:
         variant = self._prepared(known).variant_of(plan.spec)
         self.saved_bytes = saved_bytes(variant, schedule_of(variant, plan.spec))
 
-    def _provisional(self, known: Known, limit_bytes: int | None, effort: Effort
-                     ) -> Plan:
+    def _provisional(self, known: Known, limit_bytes: int | None, effort: Effort) -> Plan:
         loss = known.loss or (self.assumed_loss if self.loss_is_outside else None)
         if known.optimizers is None and self._planning.optimizer is None:
             outside = replace(known.outside, backward=frozenset(
