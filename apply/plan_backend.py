@@ -33,7 +33,7 @@ from planner._apply.same_step import difference_from_step, outputs_let_go
 from planner._graph_capture.dynamo.stub_graphs import compiled_as_stubs
 from planner._graph_capture.dynamo.traced_code import TracedCode
 from planner._graph_capture.errors import CaptureError
-from planner._graph_capture.joint_graph.joint import count_cotangents, primals_of
+from planner._graph_capture.joint_graph.joint import count_cotangents, is_number, primals_of
 from planner._graph_capture.joint_graph.lower import LoweredRegion, region_at, region_signature
 from planner._graph_capture.joint_graph.naming import (
     modules_as_in,
@@ -53,12 +53,16 @@ from planner._graph_capture.torch_compat import (
     CallState,
     OpOverload,
     PartitionFunction,
+    TensorifyScalarRestartAnalysis,
     aot_backend,
     boxed_callable,
     branches_of,
+    compile_otherwise,
     differentiate_again,
     fix_sizes,
+    has_varying_numbers,
     mutated_inputs,
+    note_compiled,
     pass_absent_gradients,
     primal_sources,
     schema_of,
@@ -104,6 +108,9 @@ class _Traced:
     schedules: OrderedDict[tuple[str, int, Values], ScheduledGraphs] = field(
         default_factory=OrderedDict)
     """By block, number of regions that ran before it there, and sizes."""
+    refused: dict[tuple[str, int, Values], tuple[type[PlanMismatch], str]] = field(
+        default_factory=dict)
+    """Why it has no schedule there."""
     unlike: dict[str, Callable[..., Any]] = field(default_factory=dict)
     """Code that runs instead in blocks of which it is not the plan's graph."""
     running: ScheduledGraphs = field(init=False)
@@ -267,11 +274,17 @@ class PlanBackend(Backend):
             self._choose(*earlier)
             return False
         for each in self._traced:
-            for under_earlier in (each.made, each.schedules, each.unlike):
+            for under_earlier in (each.made, each.schedules, each.refused, each.unlike):
                 under_earlier.clear()
         for each, schedules in made:
             each.schedules.update(schedules)
         return True
+
+    def take_larger(self) -> None:
+        """From now on, run larger sizes, which values decide, under the plan's schedule, too."""
+        self.takes_larger = True
+        for traced in self._traced:
+            traced.refused.clear()
 
     def _schedules(self, traced: _Traced) -> dict[tuple[str, int, Values], ScheduledGraphs]:
         """The schedules of a graph without symbols in the blocks that have run it, in one run of
@@ -328,8 +341,12 @@ class PlanBackend(Backend):
             compile_as = (self._of_any_size if any(isinstance(each, torch.SymInt)
                                                    for each in inputs) else self._of_fixed_sizes)
             run = compile_as(module, inputs, given, branches)
+            note_compiled()
+        except TensorifyScalarRestartAnalysis:
+            raise
         except Exception as error:
             mismatch = getattr(error, "inner_exception", error)
+            compile_otherwise(module, is_other=isinstance(mismatch, PlanMismatch))
             if not isinstance(mismatch, PlanMismatch):
                 raise
             run = self._calling(module, self._fallen_back(module, mismatch), branches)
@@ -355,6 +372,7 @@ class PlanBackend(Backend):
             joint: fx.GraphModule, joint_inputs: object, *, num_fwd_outputs: int, **_: object
         ) -> tuple[fx.GraphModule, fx.GraphModule]:
             nonlocal match, watched, captured
+            _check_numbers(module, joint, num_fwd_outputs)
             captured = joint
             match = self._matching_region(
                 joint, num_fwd_outputs, given, self._regions, self._compiled_regions,
@@ -388,8 +406,15 @@ class PlanBackend(Backend):
                       ) -> Callable[..., Any]:
         """Code that is called in the place of a graph, under whatever schedule it has then."""
         def target_of(joint: fx.GraphModule, num_outputs: int) -> _Traced:
+            _check_numbers(module, joint, num_outputs)
             traced = _Traced(module, joint, num_outputs, {self.block: given})
-            self._choose_schedule(traced, traced.sizes.now, inputs)
+            try:
+                self._choose_schedule(traced, traced.sizes.now, inputs)
+            except PlanMismatch:
+                if traced.sizes.symbols:
+                    raise
+                compile_otherwise(module, is_other=True)
+                traced.given.clear()  # said when it runs, so that it is compiled once
             return traced
 
         compiled, traced = compiled_as_stubs(module, inputs, target_of, self._without_gradient)
@@ -451,9 +476,16 @@ class PlanBackend(Backend):
         """Let a graph run as the region that it matches in the running block, where the symbols
         have these values; raises `PlanMismatch`."""
         key = self.block, self.runs[self.block], values
+        if key in traced.refused:
+            kind, words = traced.refused[key]
+            raise kind(words)
         if key not in traced.schedules:
             given = self._names(args)
-            traced.schedules[key] = self._scheduled(traced, traced.made, given, *key)
+            try:
+                traced.schedules[key] = self._scheduled(traced, traced.made, given, *key)
+            except PlanMismatch as mismatch:
+                traced.refused[key] = type(mismatch), str(mismatch)  # the error holds its frames
+                raise
             traced.given.setdefault(self.block, given)
             if len(traced.schedules) > _MOST_SIZES:
                 traced.schedules.popitem(last=False)
@@ -649,6 +681,16 @@ def written_places(joint: fx.GraphModule) -> tuple[int, ...]:
     sources = primal_sources(primals_of(joint))
     written = mutated_inputs(joint.graph.output_node()).values()
     return tuple(dict.fromkeys(sources[index].position for index in written))
+
+
+def _check_numbers(module: fx.GraphModule, joint: fx.GraphModule, num_outputs: int) -> None:
+    """Raise `PlanMismatch` if a graph with numbers among its inputs returns numbers before tensors:
+    a plan names outputs by place."""
+    if has_varying_numbers(module):
+        kinds = [is_number(node) for node in joint.graph.output_node().args[0][:num_outputs]
+                 if isinstance(node, fx.Node)]
+        if sorted(kinds) != kinds:
+            raise PlanMismatch("numbers are returned before tensors")
 
 
 def _leaves_no_trace(graph: fx.Graph) -> bool:

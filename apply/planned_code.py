@@ -29,6 +29,7 @@ from planner._graph_capture.torch_compat import (
     sizes_as_they_are,
     symbolic_dimensions,
     uncompiled_operations,
+    varying_numbers,
     varying_sizes,
 )
 
@@ -51,6 +52,7 @@ class CompiledCode:
         self._is_compiled, self._is_of_blocks = is_compiled, is_of_blocks
         self._has_several_regions = has_several_regions
         self._sizes_vary = False
+        self._numbers_vary = not is_compiled
         self._operations_outside: dict[str, int] = {}
         """Number of ops that autograd recorded outside of all regions in the first call, by the
         block that was called."""
@@ -80,7 +82,7 @@ class CompiledCode:
 
     def take_larger(self) -> None:
         """From now on, run larger sizes, which values decide, under the plan's schedule, too."""
-        self.backend.takes_larger = True
+        self.backend.take_larger()
 
     def compare_with(self, earlier: object) -> None:
         """Take what ran outside of the regions of earlier code of the same graph for what was
@@ -226,6 +228,7 @@ class PlannedCode(CompiledCode):
               symbolic_dimensions([(tensor, sorted(self.varying.get(name, ())))
                                    for name, tensor in tensors.items()]),
               varying_sizes() if self._sizes_vary else nullcontext(),
+              varying_numbers() if self._numbers_vary else nullcontext(),
               nullcontext() if self._traced is None else
               mock.patch.object(self._traced, "backend", self.backend)):
             yield

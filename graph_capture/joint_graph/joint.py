@@ -248,7 +248,7 @@ def _hasten_gradients(graph: fx.Graph, num_forward_outputs: int) -> None:
     latest = 0.0  # the highest rank so far
     for position, node in enumerate(nodes):
         rank[node] = position
-        if is_size(node):
+        if is_number(node):
             rank[node] = max((rank[size] for size in node.all_input_nodes), default=position)
         elif node.op == "call_function" and node in in_backward:
             start = min(start, position)
@@ -278,13 +278,23 @@ def _makes_anew(node: fx.Node, hastened: set[fx.Node]) -> bool:
 
 
 def _tensor_inputs(node: fx.Node) -> list[fx.Node]:
-    """The nodes that a node reads, without sizes, which a graph with fixed ones has not."""
-    return [source for source in node.all_input_nodes if not is_size(source)]
+    """The nodes that a node reads, without numbers, which are constants in other graphs."""
+    return [source for source in node.all_input_nodes if not is_number(source)]
 
 
-def is_size(node: fx.Node) -> bool:
-    """True if a node is a symbolic number."""
-    return isinstance(node.meta.get("val"), torch.SymInt)
+def is_number(node: fx.Node) -> bool:
+    """True if a node is a symbolic number, or an input or output that holds one: Dynamo passes a
+    Python float as a tensor."""
+    value = node.meta.get("val")
+    if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool | int | float):
+        return True
+    if not isinstance(value, torch.Tensor) or (value.dim(), value.dtype, value.device.type) != (
+            0, torch.float64, "cpu"):
+        return False
+    if node.target is torch.ops.aten.scalar_tensor.default:
+        return all(user.op == "output" for user in node.users)
+    return node.op == "placeholder" and not is_cotangent(node) and all(
+        user.target is torch.ops.aten._local_scalar_dense.default for user in node.users)
 
 
 def _in_backward(graph: fx.Graph) -> set[fx.Node]:

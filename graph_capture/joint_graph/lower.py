@@ -17,7 +17,7 @@ from torch import fx
 
 from planner._graph_capture.errors import CaptureError
 from planner._graph_capture.joint_graph.inplace import inplace_candidates
-from planner._graph_capture.joint_graph.joint import JointGraph, is_tuple_element, tensors_of
+from planner._graph_capture.joint_graph.joint import JointGraph, is_number, is_tuple_element, tensors_of
 from planner._graph_capture.joint_graph.naming import (
     Namer,
     describe_call,
@@ -162,8 +162,7 @@ class _Lowering:
         for primal, name in zip(joint.primals, primal_names, strict=True):
             # The layout of an input is in no op's result, but affects the workspace of kernels.
             self._add_resident(primal, f"{name} {describe_value(primal.meta['val'])}")
-            is_size = isinstance(primal.meta["val"], torch.SymInt)
-            self.region_signatures[primal] = "number" if is_size else name
+            self.region_signatures[primal] = "number" if is_number(primal) else name
         self.cotangents: list[int | None] = []
         for index, node in enumerate(joint.cotangents):
             self.references[node] = self.region_signatures[node] = f"cotangent:{index}"
@@ -233,8 +232,8 @@ class _Lowering:
                 self.base_of[node] = node
             return
         value = node.meta.get("val")
-        if isinstance(value, torch.SymInt):  # computed from the symbols, on the host
-            self.references[node], self.region_signatures[node] = f"size:{value}", "number"
+        if is_number(node):  # computed from the symbols, on the host
+            self.references[node], self.region_signatures[node] = f"number:{value}", "number"
             self.base_of[node] = node
             return
         base = _aliased_operand(node)
@@ -389,16 +388,15 @@ def region_signature(region: LoweredRegion) -> RegionSignature:
     parts = [f"{op.name} {op.structure} {op.inputs} {op.outputs} {op.inplace} "
              f"{op.replay.pinned} {op.replay.random} {len(op.replay.copied_inputs)}"
              for op in region.ops]
-    # Sizes among the inputs, which a graph with fixed ones has not, do not count.
-    is_size = [not isinstance(primal.meta["val"], torch.Tensor) for primal in joint.primals]
-    gradients = tuple((storage, index - sum(is_size[:index]))
+    # Numbers among the inputs, which are constants in other graphs, do not count.
+    numbers = [*map(is_number, joint.primals)]
+    inputs = [primal.meta["val"] for primal in joint.primals if not is_number(primal)]
+    gradients = tuple((storage, index - sum(numbers[:index]))
                       for storage, index in region.gradient_storages)
     parts.append(f"{region.num_forward} {region.mutation_sources} {region.held_outputs} "
                  f"{gradients} {region.cotangent_storages}")
     return RegionSignature(
         structure=digest(*parts),
         storage_bytes=tuple(storage.size_bytes for storage in region.storages),
-        input_bytes=tuple(spanned_elements(value) * value.element_size()
-                          for primal in joint.primals
-                          if isinstance(value := primal.meta["val"], torch.Tensor)),
-        input_layout=digest(*(describe_value(primal.meta["val"]) for primal in joint.primals)))
+        input_bytes=tuple(spanned_elements(value) * value.element_size() for value in inputs),
+        input_layout=digest(*map(describe_value, inputs)))

@@ -169,10 +169,10 @@ def _arguments(target: OpOverload) -> tuple[tuple[str, ...], frozenset[str]]:
     sizes.
 
     torch's schemas write `SymInt` for sizes, and `int` for dimensions and modes; an operand is a
-    `Scalar`, or a `Tensor` that may be replaced by a number.
+    `Scalar` or `float`, or a `Tensor` that may be replaced by a number.
     """
     arguments = schema_of(target).arguments
-    sizes = re.findall(r"(?:SymInt|Scalar)(?:\[\d*\])?\??\s(\w+)", str(schema_of(target)))
+    sizes = re.findall(r"(?:SymInt|Scalar|float)(?:\[\d*\])?\??\s(\w+)", str(schema_of(target)))
     operands = [argument.name for argument in arguments if str(argument.type) == "Tensor"]
     return (tuple(argument.name for argument in arguments),
             frozenset((*sizes, *operands)) - _SETTINGS)

@@ -27,7 +27,7 @@ from planner._graph_capture.joint_graph.joint import (
     JointGraph,
     clean_joint_graph,
     is_cotangent,
-    is_size,
+    is_number,
 )
 from planner._graph_capture.joint_graph.low_peak_backward import late_parts, lower_backward_peak
 from planner._graph_capture.joint_graph.lower import LoweredRegion, last_forward_node, lower
@@ -107,11 +107,11 @@ def has_low_peak_variant(region: LoweredRegion) -> bool:
 
 def _stable_names(known: Sequence[str | None], joint: JointGraph) -> list[str]:
     """Parameters and buffers by their qualified name, other inputs (`None`) numbered in order;
-    sizes, which a graph with fixed ones has not, do not count."""
+    numbers, which are constants in other graphs, do not count."""
     found, others = [], 0
     for name, primal in zip(known, joint.primals, strict=True):
-        if name is None and is_size(primal):
-            name = "size"
+        if name is None and is_number(primal):
+            name = "number"
         elif name is None:
             name = f"input:{others}"
             others += 1

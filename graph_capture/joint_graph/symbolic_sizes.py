@@ -14,9 +14,11 @@ from typing import Any
 import torch
 from torch import fx
 
+from planner._graph_capture.errors import CaptureError
 from planner._graph_capture.torch_compat import (
     expression_of,
     function_of,
+    is_float,
     places_in_storage,
     pytree,
     size_now,
@@ -36,11 +38,14 @@ class Sizes:
     places: Mapping[Any, Any] = field(default_factory=dict)
     """Other inputs of the graph, which only say where tensors lie in their storages, as expressions
     in the symbols (`places_in_storage`): the code takes them as they come, the accounting so."""
+    numbers: tuple[Any, ...] = ()
+    """Other inputs of the graph on which no size depends (`varying_numbers`)."""
     _functions: dict[Any, Callable[..., int]] = field(default_factory=dict)
 
     @classmethod
     def of(cls, primals: Sequence[fx.Node]) -> Sizes:
-        """Those that a joint graph has as inputs."""
+        """Those that a joint graph has as inputs; raises `CaptureError` where a size depends on a
+        float."""
         found = {expression_of(value): size_now(value) for node in primals
                  if isinstance(value := node.meta.get("val"), torch.SymInt)}
         places = places_in_storage([value for node in primals if isinstance(
@@ -48,13 +53,19 @@ class Sizes:
         # One that torch has fixed meanwhile is a number.
         symbols = {symbol: value for symbol, value in found.items()
                    if symbol.free_symbols and symbol not in places}
-        return cls(tuple(symbols), tuple(symbols.values()),
-                   {symbol: place for symbol, place in places.items() if symbol in found})
+        in_sizes = _symbols_in_sizes(primals[0].graph) if primals else set()
+        if floats := sorted(str(each) for each in in_sizes if is_float(each)):
+            raise CaptureError(f"sizes depend on {', '.join(floats)}, which is no size")
+        numbers = symbols.keys() - in_sizes
+        return cls(tuple(each for each in symbols if each not in numbers),
+                   tuple(value for each, value in symbols.items() if each not in numbers),
+                   {symbol: place for symbol, place in places.items() if symbol in found},
+                   tuple(each for each in symbols if each in numbers))
 
     @property
     def _inputs(self) -> tuple[Any, ...]:
         """The symbols that the graph takes."""
-        return *self.symbols, *self.places
+        return *self.symbols, *self.places, *self.numbers
 
     def function(self, size: Any) -> Callable[..., int]:
         """A size as a function of the inputs that `givers` names."""
@@ -67,9 +78,10 @@ class Sizes:
         """A size where the symbols have these values."""
         if not isinstance(size, torch.SymInt):
             return size
-        unused = [0] * len(self.places)
+        unread = [0] * len(self.numbers)
+        unused = [0] * len(self.places) + unread
         placed = [self.function(place)(*values, *unused) for place in self.places.values()]
-        return int(self.function(size)(*values, *placed))
+        return int(self.function(size)(*values, *placed, *unread))
 
     def at(self, value: object, values: Values, mode: Any) -> Any:
         """The traced value of a node with numbers for sizes; tensors are fakes of `mode`."""
@@ -90,7 +102,7 @@ class Sizes:
         return tuple(map(found.index, self.symbols))
 
     def givers(self, graph: fx.Graph) -> tuple[fx.Node, ...]:
-        """The input of a graph that is each symbol, and then each of the places."""
+        """The input of a graph that is each symbol, and then each of the places and numbers."""
         found: dict[Any, fx.Node] = {}
         for node in graph.find_nodes(op="placeholder"):
             if isinstance(node.meta.get("val"), torch.SymInt):
@@ -99,11 +111,15 @@ class Sizes:
 
     def settle(self, graph: fx.Graph) -> None:
         """Compute each symbolic number among a graph's arguments from its inputs."""
-        if not self.symbols:
+        if not self._inputs:
             return
         operands = self.givers(graph)
         givers = dict(zip(self._inputs, operands, strict=True))
+        nodes = list(graph.nodes)
         after = graph.find_nodes(op="placeholder")[-1]
+        for node in reversed(nodes[:nodes.index(after)]):
+            if node.op != "placeholder":  # it may read what is computed anew
+                after.append(node)
         made: dict[Any, fx.Node] = {}
 
         def of(size: torch.SymInt) -> fx.Node:
@@ -133,3 +149,13 @@ class Sizes:
                     and isinstance(node.meta.get("val"), torch.SymInt)):
                 graph.erase_node(node)
         graph.lint()
+
+
+def _symbols_in_sizes(graph: fx.Graph) -> set[Any]:
+    """The symbols on which the layout of some tensor in a graph depends."""
+    tensors = (leaf for node in graph.nodes for leaf in pytree.tree_leaves(node.meta.get("val"))
+               if isinstance(leaf, torch.Tensor))
+    sizes = {expression_of(size) for tensor in tensors
+             for size in (*tensor.shape, *tensor.stride(), tensor.storage_offset())
+             if isinstance(size, torch.SymInt)}
+    return set().union(*(size.free_symbols for size in sizes))

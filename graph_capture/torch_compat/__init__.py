@@ -14,3 +14,4 @@ from planner._graph_capture.torch_compat.memory import *
 from planner._graph_capture.torch_compat.optimizers import *
 from planner._graph_capture.torch_compat.plain_code import *
 from planner._graph_capture.torch_compat.symbols import *
+from planner._graph_capture.torch_compat.varying_numbers import *

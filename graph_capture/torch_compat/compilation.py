@@ -23,6 +23,7 @@ from planner._graph_capture.torch_compat.recurrent import (
     recurrent_layers_trained,
 )
 from planner._graph_capture.torch_compat.requirements import require
+from planner._graph_capture.torch_compat.varying_numbers import numbers_noted, numbers_stay_numbers
 
 require(__name__)
 
@@ -114,7 +115,8 @@ def aot_backend(partition: PartitionFunction, forward_compiler: Callable[..., An
                             inference_compiler=forward_compiler, partition_fn=partition)
 
     def backend(module: fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Any:
-        with recurrent_layers_trained(module, fused=True), decompositions_off():
+        with (recurrent_layers_trained(module, fused=True), decompositions_off(),
+              numbers_stay_numbers()):
             return compiled(module, inputs, **options)
 
     return backend
@@ -188,6 +190,7 @@ def compile_settings(*, donated_buffers: bool = False) -> Iterator[None]:
         mock.patch.object(UserDefinedObjectVariable, "_supported_random_functions", frozenset),
         mock.patch.object(GetAttrVariable, "call_method", _call_method),
         lstm_shapes_at_once(),
+        numbers_noted(),
         mock.patch.object(OutputGraph, "create_proxy", _create_proxy),
         # Dynamo can break inside of an iteration over a tuple, but not over the values of a dict,
         # and not inside of a generator.
@@ -497,7 +500,7 @@ def sizes_as_they_are(tree: object) -> Iterator[None]:
 def varying_sizes() -> contextlib.AbstractContextManager[None]:
     """Inside, a size that was another one when the same code was compiled before becomes symbolic,
     as under `torch.compile` by default."""
-    return dynamo_config.patch(automatic_dynamic_shapes=True, specialize_float=True)
+    return dynamo_config.patch(automatic_dynamic_shapes=True)
 
 
 def fixed_sizes() -> contextlib.AbstractContextManager[None]:

@@ -25,6 +25,7 @@ from planner._graph_capture.torch_compat.requirements import require
 
 require(__name__)
 
+import numpy as np
 import torch
 from torch._decomp.decompositions import upsample_compute_output_size
 from torch._ops import OpOverload
@@ -126,8 +127,7 @@ def decompositions_off() -> Iterator[None]:
     """Inside, AOTAutograd traces ops as autograd runs them: `upsample_bilinear2d`, for one, and its
     backward, in place of 20 gathers and products that sum in another order and save more.
 
-    Left to it are dropout in 32 bits (the same random numbers and values, and a mask of one byte an
-    element), batch normalization on a CPU (the same kernel), and recurrent layers
+    Left to it are dropout where it gives the same values (a mask of one byte an element), batch normalization on a CPU (the same kernel), and recurrent layers
     (`torch_compat.recurrent`).
     """
     before = [(op, dict(op.py_kernels)) for op in _decomposed_ops()]
@@ -159,13 +159,20 @@ def _decomposed_ops() -> tuple[OpOverload, ...]:
 
 
 def _dropout(decomposition: Callable[..., Any], x: torch.Tensor, p: float, train: bool) -> Any:
-    """Dropout of 16 bits on a CPU, whose factors are rounded to 16 bits; `native_dropout` rounds
-    only the gradient."""
-    if not (train and 0 < p < 1) or x.dtype not in (torch.bfloat16, torch.float16) or (
+    """Dropout on a CPU, whose factors are rounded to the type of `x`; `native_dropout`, which saves
+    a mask of one byte an element, rounds only the gradient in 16 bits, and for some `p` rounds
+    otherwise in 32."""
+    if not (train and 0 < p < 1) or x.dtype == torch.float64 or (
+            x.dtype == torch.float32 and _divides_as_it_multiplies(1 - p)) or (
             x.device.type not in ("cpu", "meta") or getattr(_of_thread, "kernels", None)):
         return decomposition(x, p, train)
     mask = torch.empty_like(x, dtype=torch.bool).bernoulli_(1 - p)
     return x * mask.to(x.dtype).div_(1 - p)
+
+
+def _divides_as_it_multiplies(value: float) -> bool:
+    """True if 1 divided by a number is the same in 32 bits as in 64, rounded."""
+    return bool(np.float32(1) / np.float32(value) == np.float32(1 / value))
 
 
 def _resize(op: OpOverload, x: torch.Tensor, size: Sequence[int] | None, *rest: Any) -> Any:

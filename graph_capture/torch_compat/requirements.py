@@ -137,6 +137,7 @@ REQUIRED: dict[str, tuple[str, ...]] = {
         *_of("torch.utils._sympy.functions", "CeilToInt", "FloorDiv", "IntTrueDiv",
              "Max"),
         "torch.utils._sympy.printers.PythonPrinter.doprint(self, expression)",
+        *_of("torch.utils._sympy.symbol", "SymT.FLOAT", "symbol_is_type(symbol, kind)"),
     ),
     "joint_inputs": (
         *_of("torch._functorch._aot_autograd.descriptors", "GradAOTOutput(grad_of=)",
@@ -207,6 +208,18 @@ REQUIRED: dict[str, tuple[str, ...]] = {
         "self, translator, args, kwargs)",
         "torch._utils",
         "torch.utils._pytree.tree_leaves(tree)",
+    ),
+    "varying_numbers": (
+        *_of("torch._dynamo.config", "assume_static_by_default", "patch", "specialize_float"),
+        "torch._dynamo.exc.TensorifyScalarRestartAnalysis(restart_reason=)",
+        "torch._dynamo.symbolic_convert.InstructionTranslatorBase._format_value("
+        "self, fmt_spec, flags)",
+        "torch._dynamo.variables.ConstantVariable.create(value)",
+        *_of("torch._dynamo.variables.builder.VariableBuilder", "wrap_literal(self, value)",
+             "wrap_symfloat(self, value)", "wrap_symint(self, value, dynamism)"),
+        "torch._dynamo.variables.tensor.SymNodeVariable",
+        "torch._functorch._aot_autograd.graph_compile.tensorify_python_scalars",
+        "torch.fx.experimental.symbolic_shapes.DimDynamic",
     ),
     "process_group": (
         "torch.distributed.distributed_c10d._get_default_store()",

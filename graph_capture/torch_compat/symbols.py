@@ -18,11 +18,17 @@ require(__name__)
 
 from torch.utils._sympy.functions import CeilToInt, FloorDiv, IntTrueDiv, Max
 from torch.utils._sympy.printers import PythonPrinter
+from torch.utils._sympy.symbol import SymT, symbol_is_type
 
 
 def expression_of(size: Any) -> Any:
     """The sympy expression of a size, a plain number for a plain number."""
     return size.node.expr if isinstance(size, torch.SymInt) else size
+
+
+def is_float(symbol: Any) -> bool:
+    """True for the symbol of a float."""
+    return bool(symbol_is_type(symbol, SymT.FLOAT))
 
 
 def same_sizes(mine: Sequence[Any], theirs: Sequence[Any]) -> bool:

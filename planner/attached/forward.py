@@ -128,6 +128,8 @@ _DIFFERENTIATED_AGAIN = (
 
 _MOST_REFUSED = 2
 """Plans in a row that did not fit a call of other sizes, after which none is tried for one."""
+_MOST_TRIED = 3
+"""Planned graphs for which a call is compiled, before it is planned itself."""
 _LITTLE = 2**16
 """Bytes of an argument that no op reads, above which its size still counts."""
 _PATHS = 2
@@ -371,11 +373,13 @@ class PlanningForward(ObservingForward):
         # Calls may take turns: of the graphs of such a call, the one after a graph's is tried
         # first, the last one's next.
         after = None if self.running is None else self.running.followed_by()
+        tried = 0
         for graph in sorted(self.graphs, key=lambda graph: (
                 graph.call not in (None, call), graph is not after, graph is not known)):
             is_other = graph.call not in (None, call)
             if not graph.may_serve(call) or (is_other and (is_apart or (
-                    graph is not known and self._other_calls_refused >= _MOST_REFUSED))):
+                    graph is not known and self._other_calls_refused >= _MOST_REFUSED))) or (
+                    graph is not known and tried >= _MOST_TRIED):
                 continue
             refusal = "" if graph.planner else other_ranks(graph.plan.parallel, self.__self__)
             if refusal:
@@ -386,6 +390,7 @@ class PlanningForward(ObservingForward):
             is_trial = (graph.has_control_flow and not graph.takes_larger) or (
                 graph is not known and bool(graph.plan.spec.blocks)) or (
                 self._plain_values.are_on_trial and not graph.is_one_graph)
+            compiled = graph.code.compilations
             try:
                 output = self._run(graph, args, kwargs, is_trial=is_trial)
                 if is_other:
@@ -394,11 +399,14 @@ class PlanningForward(ObservingForward):
             except PlanMismatch as error:
                 if graph.code.has_begun and not is_trial:
                     raise
+                has_compiled = graph.code.compilations != compiled
+                tried += has_compiled
                 grew |= isinstance(error, LargerSizes) and graph.call == call
                 if is_other and not graph.has_control_flow:
                     self._other_calls_refused += 1
                 refusal = str(self.explained(graph.plan.spec, error, call))
-            gc.collect()  # the error's frames keep results alive
+            if has_compiled or graph.code.has_begun:
+                gc.collect()  # the error's frames keep results alive
         smaller = None if not grew else next(
             (graph for graph in self.graphs if graph.call == call), None)
         if smaller is not None:
