@@ -53,16 +53,15 @@ from planner._graph_capture.torch_compat import (
     CallState,
     OpOverload,
     PartitionFunction,
-    TensorifyScalarRestartAnalysis,
     aot_backend,
     boxed_callable,
     branches_of,
     compile_otherwise,
+    constants_otherwise,
     differentiate_again,
     fix_sizes,
     has_varying_numbers,
     mutated_inputs,
-    note_compiled,
     pass_absent_gradients,
     primal_sources,
     schema_of,
@@ -340,13 +339,10 @@ class PlanBackend(Backend):
         try:
             compile_as = (self._of_any_size if any(isinstance(each, torch.SymInt)
                                                    for each in inputs) else self._of_fixed_sizes)
-            run = compile_as(module, inputs, given, branches)
-            note_compiled()
-        except TensorifyScalarRestartAnalysis:
-            raise
+            with constants_otherwise(module, _is_mismatch):
+                run = compile_as(module, inputs, given, branches)
         except Exception as error:
             mismatch = getattr(error, "inner_exception", error)
-            compile_otherwise(module, is_other=isinstance(mismatch, PlanMismatch))
             if not isinstance(mismatch, PlanMismatch):
                 raise
             run = self._calling(module, self._fallen_back(module, mismatch), branches)
@@ -372,7 +368,7 @@ class PlanBackend(Backend):
             joint: fx.GraphModule, joint_inputs: object, *, num_fwd_outputs: int, **_: object
         ) -> tuple[fx.GraphModule, fx.GraphModule]:
             nonlocal match, watched, captured
-            _check_numbers(module, joint, num_fwd_outputs)
+            check_numbers(module, joint, num_fwd_outputs)
             captured = joint
             match = self._matching_region(
                 joint, num_fwd_outputs, given, self._regions, self._compiled_regions,
@@ -406,7 +402,7 @@ class PlanBackend(Backend):
                       ) -> Callable[..., Any]:
         """Code that is called in the place of a graph, under whatever schedule it has then."""
         def target_of(joint: fx.GraphModule, num_outputs: int) -> _Traced:
-            _check_numbers(module, joint, num_outputs)
+            check_numbers(module, joint, num_outputs)
             traced = _Traced(module, joint, num_outputs, {self.block: given})
             try:
                 self._choose_schedule(traced, traced.sizes.now, inputs)
@@ -467,7 +463,7 @@ class PlanBackend(Backend):
         try:
             return self._exchangeable(module, inputs, given, branches)
         except Exception as error:
-            if not isinstance(getattr(error, "inner_exception", error), PlanMismatch):
+            if not _is_mismatch(error):
                 raise
             fix_sizes(inputs)
             return self._of_fixed_sizes(module, inputs, given, branches)
@@ -683,7 +679,11 @@ def written_places(joint: fx.GraphModule) -> tuple[int, ...]:
     return tuple(dict.fromkeys(sources[index].position for index in written))
 
 
-def _check_numbers(module: fx.GraphModule, joint: fx.GraphModule, num_outputs: int) -> None:
+def _is_mismatch(error: Exception) -> bool:
+    return isinstance(getattr(error, "inner_exception", error), PlanMismatch)
+
+
+def check_numbers(module: fx.GraphModule, joint: fx.GraphModule, num_outputs: int) -> None:
     """Raise `PlanMismatch` if a graph with numbers among its inputs returns numbers before tensors:
     a plan names outputs by place."""
     if has_varying_numbers(module):

@@ -27,6 +27,7 @@ from planner._apply.plan_backend import (
     Backend,
     OtherBranch,
     check_branches,
+    check_numbers,
     different_op,
     written_places,
 )
@@ -45,8 +46,10 @@ from planner._graph_capture.torch_compat import (
     CallState,
     boxed_callable,
     compile_forward,
+    constants_otherwise,
     sizes_as_they_are,
     symbolic_dimensions,
+    varying_numbers,
 )
 
 _MOST_SIZES = 1024
@@ -152,6 +155,7 @@ class SymbolicBackend(Backend):
         def target_of(joint: fx.GraphModule, num_outputs: int) -> SymbolicCallable:
             nonlocal written
             written = written_places(joint)
+            check_numbers(module, joint, num_outputs)
             try:
                 return SymbolicCallable(SymbolicRegion.of(
                     joint, num_outputs, self._cotangents, given, called_with, self.dimensions),
@@ -159,7 +163,8 @@ class SymbolicBackend(Backend):
             except (CaptureError, ValueError) as error:
                 raise PlanMismatch(str(error)) from error
 
-        compiled, target = compiled_as_stubs(module, inputs, target_of, boxed_callable)
+        with constants_otherwise(module, lambda _: False):
+            compiled, target = compiled_as_stubs(module, inputs, target_of, boxed_callable)
         if target is not None:
             self.graphs.append(target)
         lacks_gradients = target is not None and False in self._cotangents
@@ -235,7 +240,7 @@ class SymbolicCode(CompiledCode):
                      kwargs: dict[str, Any]) -> Iterator[None]:
         tensors = self.backend.tensors = input_tensors(module, own, args, kwargs)
         try:
-            with sizes_as_they_are((args, kwargs)), symbolic_dimensions([
+            with sizes_as_they_are((args, kwargs)), varying_numbers(), symbolic_dimensions([
                     (tensor, sorted(self.backend.dimensions.get(name, ())))
                     for name, tensor in tensors.items()]):
                 yield

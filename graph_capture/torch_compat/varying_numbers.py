@@ -8,7 +8,7 @@ the same code was compiled before becomes an input of the graph.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from types import CodeType
 from typing import Any
@@ -21,7 +21,7 @@ require(__name__)
 
 import torch._dynamo.config as dynamo_config
 from torch import fx
-from torch._dynamo.exc import TensorifyScalarRestartAnalysis as TensorifyScalarRestartAnalysis
+from torch._dynamo.exc import TensorifyScalarRestartAnalysis
 from torch._dynamo.symbolic_convert import InstructionTranslatorBase
 from torch._dynamo.variables import ConstantVariable
 from torch._dynamo.variables.builder import VariableBuilder
@@ -133,6 +133,15 @@ def compile_otherwise(module: fx.GraphModule, *, is_other: bool) -> None:
     raise TensorifyScalarRestartAnalysis(restart_reason="numbers are constants")
 
 
-def note_compiled() -> None:
-    """Note that the graph that Dynamo is compiling is one that was planned."""
-    _given_up.clear()
+@contextlib.contextmanager
+def constants_otherwise(module: fx.GraphModule, is_other: Callable[[Exception], bool]
+                        ) -> Iterator[None]:
+    """Inside, a graph with numbers as inputs is compiled; where that fails, `compile_otherwise`."""
+    try:
+        yield
+        _given_up.clear()
+    except TensorifyScalarRestartAnalysis:
+        raise
+    except Exception as error:
+        compile_otherwise(module, is_other=is_other(error))
+        raise
