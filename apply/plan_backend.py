@@ -612,7 +612,8 @@ class PlanBackend(Backend):
                     # In a step that may fall back, code may size tensors by values, with equal
                     # inputs.
                     difference, grew = self._why_not_served(
-                        region.region_signature, region_signature(sized), difference)
+                        region.region_signature, region_signature(sized), difference,
+                        numbers_vary=any(map(is_number, sized.joint.primals)))
                     is_larger |= grew
                 if difference is None:
                     difference = difference_from_step(
@@ -625,14 +626,15 @@ class PlanBackend(Backend):
             f"{first_difference}. Make a plan for them")
 
     def _why_not_served(
-        self, planned: RegionSignature, found: RegionSignature, difference: str
+        self, planned: RegionSignature, found: RegionSignature, difference: str, *,
+        numbers_vary: bool,
     ) -> tuple[str | None, bool]:
         """Reason why a region that differs from the planned one cannot run its schedule within its
-        memory; `None` if it can, since it has the same ops on smaller tensors.  And whether a
-        tensor is larger."""
+        memory; `None` if it can, since it has the same ops on smaller tensors, or on other numbers
+        (`numbers_vary`).  And whether a tensor is larger."""
         # In a step that may fall back, values may decide sizes, so that equal inputs prove nothing.
-        has_control_flow = self.fallback is not None and planned.is_like(found)
-        if not (planned.serves(found) or has_control_flow):
+        may_be_equal = (self.fallback is not None or numbers_vary) and planned.is_like(found)
+        if not (planned.serves(found) or may_be_equal):
             return difference, False
         larger = planned.first_larger(found)
         if larger is None or self.takes_larger:

@@ -17,7 +17,12 @@ from torch import fx
 
 from planner._graph_capture.errors import CaptureError
 from planner._graph_capture.joint_graph.inplace import inplace_candidates
-from planner._graph_capture.joint_graph.joint import JointGraph, is_number, is_tuple_element, tensors_of
+from planner._graph_capture.joint_graph.joint import (
+    JointGraph,
+    is_number,
+    is_tuple_element,
+    tensors_of,
+)
 from planner._graph_capture.joint_graph.naming import (
     Namer,
     describe_call,

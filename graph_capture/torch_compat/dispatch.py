@@ -127,8 +127,8 @@ def decompositions_off() -> Iterator[None]:
     """Inside, AOTAutograd traces ops as autograd runs them: `upsample_bilinear2d`, for one, and its
     backward, in place of 20 gathers and products that sum in another order and save more.
 
-    Left to it are dropout where it gives the same values (a mask of one byte an element), batch normalization on a CPU (the same kernel), and recurrent layers
-    (`torch_compat.recurrent`).
+    Left to it are dropout where it gives the same values (a mask of one byte an element), batch
+    normalization on a CPU (the same kernel), and recurrent layers (`torch_compat.recurrent`).
     """
     before = [(op, dict(op.py_kernels)) for op in _decomposed_ops()]
     try:
