@@ -121,6 +121,11 @@ def forward_override(module: nn.Module) -> ForwardOverride | None:
     return found if found is not None and found.__self__ is module else None
 
 
+def overrides() -> list[ForwardOverride]:
+    """All overrides of forwards."""
+    return list(_OVERRIDES.values())
+
+
 def own_forward(module: nn.Module) -> Forward | None:
     """The instance's own forward beneath overrides; `None`: that of its class."""
     found = vars(module).get("forward")
@@ -141,8 +146,8 @@ def take_down(model: nn.Module) -> None:
     """Remove every override from a model and its submodules."""
     for module in model.modules():
         if isinstance(vars(module).get("forward"), ForwardOverride):
-            set_forward(module, own_forward(module))
             _OVERRIDES.pop(id(module), None)
+            set_forward(module, own_forward(module))
 
 
 @contextlib.contextmanager

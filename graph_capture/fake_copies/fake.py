@@ -541,7 +541,8 @@ class _SameTensors(TorchFunctionMode):
 def _copied_by_attributes() -> Iterator[None]:
     """Inside, `copy.deepcopy` copies the attributes of modules whose class defines how they are
     pickled: those of keras save their weights and load them into new tensors.  Python's modules and
-    locks, which it cannot copy, stay themselves."""
+    locks, which it cannot copy, and generators of random numbers, whose state is put back, stay
+    themselves."""
     shared = [kind for kind in _SHARED if kind not in copyreg.dispatch_table]
     own = [kind for kind in _subclasses(nn.Module)
            if kind not in copyreg.dispatch_table and not kind.__module__.startswith("torch.")
@@ -557,7 +558,8 @@ def _copied_by_attributes() -> Iterator[None]:
             del copyreg.dispatch_table[kind]
 
 
-_SHARED: tuple[type, ...] = (types.ModuleType, type(threading.Lock()), type(threading.RLock()))
+_SHARED: tuple[type, ...] = (
+    types.ModuleType, type(threading.Lock()), type(threading.RLock()), torch.Generator)
 
 
 def _subclasses(kind: type[nn.Module]) -> set[type[nn.Module]]:

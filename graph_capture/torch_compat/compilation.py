@@ -7,6 +7,7 @@ import functools
 import logging
 import operator
 import sys
+import threading
 import time
 import types
 import warnings
@@ -129,6 +130,8 @@ not only until their last use."""
 
 _donates_buffers: ContextVar[bool | None] = ContextVar("donates_buffers", default=None)
 """Set inside of `compile_settings`."""
+_SETTINGS = threading.RLock()
+"""Held inside of `compile_settings`, which change Dynamo for all threads."""
 
 
 @contextlib.contextmanager
@@ -157,7 +160,8 @@ def compile_settings(*, donated_buffers: bool = False) -> Iterator[None]:
     - Code in which there was nothing to capture when it first ran is examined again when it runs
       another way; torch would skip it for ever.
 
-    Entering them takes a quarter of a millisecond, but not where they apply already.
+    Entering them takes a quarter of a millisecond, but not where they apply already.  One thread at
+    a time is inside.
     """
     if _donates_buffers.get() == donated_buffers:
         yield
@@ -166,6 +170,7 @@ def compile_settings(*, donated_buffers: bool = False) -> Iterator[None]:
     loggers = {method for name in _LOG_METHODS
                if callable(method := getattr(logging.Logger, name, None))}
     with (
+        _SETTINGS,
         dynamo_config.patch(
             ignore_logging_functions={
                 *dynamo_config.ignore_logging_functions, *loggers, warnings.warn},

@@ -147,7 +147,8 @@ _IS_COMPILED_EACH_TIME = (
     "parts of the model are compiled anew in each call, which takes seconds: its code takes "
     "another path each time (loops whose length follows from sizes), or computes with, or stores, "
     "numbers that it reads from tensors (.item(), float(tensor)), and torch compiles what follows "
-    "for each; compute with the tensor instead, and store it")
+    "for each; compute with the tensor instead, and store it; or a number that changes in each "
+    "step decides a size, a text, an exponent or the p of a dropout")
 
 
 class PlanningForward(ObservingForward):

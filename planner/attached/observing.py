@@ -86,6 +86,10 @@ _REPLACED = (
     "budget. The new forward is planned from the next step on. To plan the first step, too, call "
     "planner.within after whatever replaces the forward")
 
+_ASSIGNED = (
+    "%s: its forward was replaced after planner.within was called for it, and the new one does not "
+    "call the planned one: it is planned from now on, within the same budget")
+
 OnNew = Literal["replan", "refuse"]
 
 _clock = itertools.count(1)
@@ -455,6 +459,20 @@ class ObservingForward(CountingForward):
                     not self._has_searched):
                 self._search, self._has_searched = MethodSearch(self.__self__), True
         self._end_step()
+
+    @property
+    def was_passed_by(self) -> bool:
+        """True if the model was trained so far without a call of its forward."""
+        return bool(self._counts.steps) and not self._counts.calls
+
+    def __del__(self) -> None:
+        # Nothing refers to it: the forward was assigned, and does not call the one before.
+        model: nn.Module | None = vars(self).get("__self__")
+        forward = None if model is None else vars(model).get("forward")
+        if model is not None and forward is not None and (
+                forward_override(model) is self and not isinstance(forward, ForwardOverride)):
+            log.warning(_ASSIGNED, type(model).__name__)
+            self._give_way()
 
     def _give_way(self) -> None:
         """Plan the forward that has replaced this one, which from now on runs as written."""

@@ -19,6 +19,8 @@ from torch import nn
 
 from planner._graph_capture.module_forward import (
     forward_override,
+    modules_of,
+    overrides,
     own_forward,
     set_forward,
     take_down,
@@ -115,6 +117,14 @@ def attach(model: nn.Module, settings: Settings) -> None:
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}; a factory "
                         "must be called first")
     target = _unwrapped(model)
+    outer = next((each.__self__ for each in overrides() if isinstance(each, PlanningForward)
+                  and not each.was_passed_by and each.__self__ is not target
+                  and any(module is target for module in modules_of(each.__self__))), None)
+    if outer is not None:
+        raise ValueError(
+            f"this {type(target).__name__} is a part of a {type(outer).__name__} that "
+            "planner.within was called for, and which is planned as a whole: call it for one of "
+            "the two only")
     if settings.planning.backend == "eager" and (is_compiled(model) or is_compiled(target)):
         log.warning(
             "%s is compiled (torch.compile): within the budget its steps run op by op, and what "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import types
 from collections.abc import Callable
 from typing import Any
@@ -97,6 +98,54 @@ def test_a_changed_model_is_planned_as_it_runs(patch, how):
         losses, found = train(plan.apply(net))
     assert losses == expected
     assert all(torch.equal(found[name], value) for name, value in state.items())
+
+
+def test_a_forward_assigned_in_training_is_planned(caplog):
+    """Nothing refers to the planned forward any more."""
+    def train(net: Any) -> list[torch.Tensor]:
+        optimizer = torch.optim.SGD(net.parameters(), 0.1)
+        for number in range(4):
+            if number == 2:
+                net.forward = types.MethodType(
+                    lambda self, x: type(self).forward(self, 0.5 * x), net)
+            torch.manual_seed(number)
+            net(torch.randn(256, 32)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return [each.detach() for each in net.parameters()]
+
+    expected, net = train(layers()), planner.within(layers(), "75%")
+    with caplog.at_level("WARNING", logger="planner"):
+        found = train(net)
+    assert all(map(torch.equal, found, expected))
+    assert "its forward was replaced after planner.within was called" in caplog.text
+    status = planner.status(net)
+    assert status.planned_steps == status.steps == 4
+    assert status.worst_peak_bytes <= status.budget_bytes
+
+
+def test_a_model_that_is_deleted_or_planned_no_longer_is_not_planned_again(caplog):
+    net = layers()
+    net.forward = types.MethodType(lambda self, x: type(self).forward(self, x), net)
+    planner.within(net, "75%")
+    net(torch.randn(256, 32)).square().mean().backward()
+    with caplog.at_level("WARNING", logger="planner"):
+        net = planner.plan(net, (torch.randn(256, 32),), budget="75%").apply(net)
+        planner.within(net, "80%")
+        del net
+        gc.collect()
+    assert "was replaced" not in caplog.text
+
+
+def test_a_part_of_a_planned_model_is_not_planned_by_itself():
+    net = planner.within(layers(), "75%")
+    with pytest.raises(ValueError, match="a part of a Sequential that planner"):
+        planner.within(net.get_submodule("1"), "80%")
+    part = layers()
+    planner.within(part.get_submodule("1"), "80%")
+    planner.within(part, "75%")
+    part(torch.randn(256, 32)).square().mean().backward()
+    assert planner.status(part).planned_steps == 1
 
 
 def test_rebinding_follows_what_a_function_refers_to():

@@ -95,8 +95,14 @@ def _numpy_generator(model: nn.Module):
     model.blocks[1].register_forward_hook(hook)
 
 
+def _torch_generator(model):
+    model.noise = torch.Generator().manual_seed(0)
+    model.blocks[1].register_forward_hook(lambda module, args, output: output + 0.1 * torch.randn(
+        output.shape, generator=model.noise))
+
+
 @pytest.mark.parametrize("change", [
-    _global, _dict, _object, _attribute_of_object, _tensor, _numpy_generator])
+    _global, _dict, _object, _attribute_of_object, _tensor, _numpy_generator, _torch_generator])
 def test_state_outside_of_the_model_changes_once(change):
     traces = []
     for is_planned in (False, True):
