@@ -106,6 +106,10 @@ _NOT_FOLLOWED = (
     "decide by shapes and arguments, or with torch.where; for a packed sequence, give the layer "
     "the padded batch and mask what it returns; or take that part out of the model, and call "
     "planner.within for the rest")
+_MAY_EXCEED = (
+    "a call that is not like those before takes %s at the least, and %g%% is %s of the %s of its "
+    "plain step, as far as its loss is known from theirs: it runs, and may exceed the budget; when "
+    "it comes again, it is refused if that is so")
 _MOST_PREPARED = 3
 """Prepared steps that are kept; preparing one again traces the plain step."""
 _TRIALS = 6
@@ -772,8 +776,14 @@ class GraphPlanner:
         limit_bytes = self._limit_bytes(known, as_known)
         effort = Effort(solver=self._planning.solver, is_brief=True,
                         time_limit=_PROVISIONAL_SHARE * self._planning.time_limit)
-        return agreed(lambda: self._provisional(known, limit_bytes, effort), as_known,
+        plan = agreed(lambda: self._provisional(known, limit_bytes, effort), as_known,
                       limit_bytes, effort, "the first step")
+        fraction = None if self._limit is None else self._limit.fraction
+        if fraction and limit_bytes is not None and plan.limited_bytes > limit_bytes and (
+                known.loss is not None and known.optimizers is not None):
+            log.warning(_MAY_EXCEED, format_bytes(plan.limited_bytes), 100 * float(fraction),
+                        format_bytes(limit_bytes), format_bytes(self._plain_bytes(known, as_known)))
+        return plan
 
     def note_saved(self, plan: Plan, known: Known) -> None:
         """Record how much a call saves under a plan."""

@@ -176,6 +176,8 @@ class ObservingForward(CountingForward):
         self._loop, self._begun = LoopMemory(), next(_clock)
         self._began_in_step = False
         self._last_call = 0
+        self._stepped_at: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
+        """When each optimizer stepped last."""
         self._parameters: list[nn.Parameter] = []
         """Those that the model had as the last call began."""
         self._hooks: HookWatch | None = None
@@ -336,6 +338,14 @@ class ObservingForward(CountingForward):
                   if each._last_call > self._begun} - {mine}
         return [gradient for model in others for gradient in gradients_of(model)]
 
+    def _has_gradients_beside(self, since: int) -> bool:
+        """True if the model has gradients in parameters that it does not share with a planned model
+        that was called since then."""
+        shared = {id(parameter) for each in observers() if each._last_call > since
+                  for parameter in each._parameters}
+        return any(parameter.grad is not None and id(parameter) not in shared
+                   for parameter in parameters_of(modules_of(self.__self__)))
+
     @property
     def _others_gradient_bytes(self) -> int:
         return bytes_on(device_of(self.__self__), strided_tensors(self._gradients_of_others()))
@@ -438,6 +448,8 @@ class ObservingForward(CountingForward):
         calls, _ = self._count()
         calls_before = self._counts.calls_before.get(optimizer, 0)
         self._counts.calls_before[optimizer] = calls
+        stepped_at = self._stepped_at.get(optimizer, 0)
+        self._stepped_at[optimizer] = next(_clock)
         if self._search is not None:
             found, self._search = self._search.end(), None
             if found:
@@ -445,7 +457,7 @@ class ObservingForward(CountingForward):
                          type(self.__self__).__name__, " and ".join(found))
                 plan_methods(self.__self__, found, self.settings, type(self))
         if (self._group()[0] is self and not began_in_step
-                and calls == calls_before and gradients_of(self.__self__)):
+                and calls == calls_before and self._has_gradients_beside(stepped_at)):
             # The model has another forward than this one, which need not call it.
             is_replaced = vars(self.__self__).get("forward") is not self and (
                 forward_override(self.__self__) is self)

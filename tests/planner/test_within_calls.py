@@ -582,3 +582,19 @@ def test_methods_are_checked():
         planner.within(Encoder(), methods=("embed",))
     with pytest.raises(TypeError, match="methods must be a tuple of names"):
         planner.within(Encoder(), methods="encode")
+
+
+def test_models_with_a_shared_body_take_turns():
+    """What the other's call leaves in the body is no step of a model that was not called; the
+    warning would be an error."""
+    body = layers()
+    heads = [nn.Sequential(body, nn.Linear(32, width)) for width in (8, 4)]
+    optimizer = torch.optim.SGD({*heads[0].parameters(), *heads[1].parameters()}, lr=0.01)
+    for head in heads:
+        planner.within(head, "80%", time_limit=1)
+    for number in range(6):
+        heads[number % 2](torch.randn(256, 32)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert [planner.status(head).planned_steps for head in heads] == [3, 3]
+    assert [planner.status(head).steps for head in heads] == [3, 3]

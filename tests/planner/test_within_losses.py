@@ -357,3 +357,38 @@ def test_a_loss_may_differentiate_forward():
         return losses
 
     assert train(planner.within(make(), "90%", time_limit=1)) == train(make())
+
+
+class Widening(nn.Module):
+    """Some calls take a path of which nothing can be recomputed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.Sequential(*(nn.Sequential(nn.Linear(32, 128), nn.GELU(),
+                                                    nn.Linear(128, 32)) for _ in range(4)))
+        self.wide = nn.Parameter(torch.randn(1))
+
+    def forward(self, x: torch.Tensor, is_wide: bool = False) -> torch.Tensor:
+        if is_wide:
+            x = x * (self.wide * torch.ones(2**20)).exp().sum()
+        return self.layers(x)
+
+
+def test_a_call_that_does_not_fit_a_percentage_is_said_at_once(caplog):
+    net = planner.within(Widening(), "60%", time_limit=1)
+    optimizer = torch.optim.SGD(net.parameters(), lr=1e-9)
+
+    def step(is_wide: bool) -> None:
+        net(torch.randn(512, 32), is_wide).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    with caplog.at_level("WARNING", logger="planner"):
+        for _ in range(3):
+            step(False)
+        assert not caplog.text
+        step(True)
+    assert "it runs, and may exceed the budget" in caplog.text
+    with pytest.raises(planner.InfeasibleBudget, match="would do"):
+        step(True)
