@@ -302,7 +302,12 @@ class ObservingForward(CountingForward):
         if watched_bytes is not None and not self._is_looked_at:
             # Tensors that the loop made before this call are not all known.
             found_bytes = max(found_bytes, graph.held_bytes)
+        was_looked_at, before_bytes = graph.is_held_known, graph.held_bytes
         self._learned += graph.note_held(self._counts.steps, max(least_bytes, found_bytes))
+        if was_looked_at and graph.held_bytes > before_bytes:
+            # What a step allocated beyond its prediction was for what is held from then on.
+            self._unforeseen_bytes = max(
+                0, self._unforeseen_bytes - (graph.held_bytes - before_bytes))
 
     def _returned_before(self, args: tuple[Any, ...], kwargs: dict[str, Any]
                          ) -> list[torch.Tensor]:

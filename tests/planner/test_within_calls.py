@@ -598,3 +598,27 @@ def test_models_with_a_shared_body_take_turns():
         optimizer.zero_grad()
     assert [planner.status(head).planned_steps for head in heads] == [3, 3]
     assert [planner.status(head).steps for head in heads] == [3, 3]
+
+
+def test_what_a_step_allocated_unforeseen_is_counted_once():
+    """The parameters of the decoder, which were there before the loop, are found to be used."""
+    def with_decoder(net: nn.Module) -> Callable[[], torch.Tensor]:
+        decoder = layers(seed=1)
+        optimizers = [torch.optim.AdamW(each.parameters(), 1e-3) for each in (net, decoder)]
+
+        def step() -> torch.Tensor:
+            loss = decoder(net(torch.randn(256, 32))).square().mean()
+            loss.backward()
+            for each in optimizers:
+                each.step()
+                each.zero_grad()
+            return loss
+
+        return step
+
+    plain = layers()
+    _, peaks = run(plain, with_decoder, outside_bytes=nbytes(plain))
+    net = planner.within(layers(), "80%", time_limit=1)
+    run(net, with_decoder)
+    found = planner.status(net).plan.baseline_peak_bytes
+    assert abs(found - peaks[-1]) < 0.01 * peaks[-1]
