@@ -351,7 +351,10 @@ class PlanBackend(Backend):
     def _fallen_back(self, module: fx.GraphModule, mismatch: PlanMismatch) -> Callable[..., Any]:
         """Code that runs in the place of a graph that is not the plan's; raises where none may."""
         if self.is_trial or not (self.fallback and self.has_begun):
-            raise mismatch
+            try:
+                raise mismatch
+            finally:
+                del mismatch  # a frame that refers to its own error is garbage that holds results
         warnings.warn("a part of this step is not the planned one; it runs under the schedule "
                       "that takes least, and the step may take more than the budget: "
                       f"{mismatch}", stacklevel=2)

@@ -13,7 +13,6 @@ from contextvars import ContextVar
 from types import CodeType
 from typing import Any
 from unittest import mock
-from weakref import WeakKeyDictionary
 
 from planner._graph_capture.torch_compat.requirements import require
 
@@ -28,12 +27,13 @@ from torch._dynamo.variables.builder import VariableBuilder
 from torch._dynamo.variables.tensor import SymNodeVariable
 from torch._functorch._aot_autograd import graph_compile
 from torch.fx.experimental.symbolic_shapes import DimDynamic
+from torch.utils.weak import WeakIdKeyDictionary
 
 _may_vary = ContextVar("numbers_may_vary", default=False)
 
-_seen: WeakKeyDictionary[CodeType, dict[str, float]] = WeakKeyDictionary()
+_seen = WeakIdKeyDictionary()  # equal codes are one key of other dictionaries
 """The first value of each number that code reads, by its name in Dynamo."""
-_constant: WeakKeyDictionary[CodeType, bool] = WeakKeyDictionary()
+_constant = WeakIdKeyDictionary()
 """Code whose numbers are constants, as its graph with others was none that can be planned."""
 _given_up: list[CodeType] = []
 """The code that is being compiled again, after its graph with numbers as inputs was given up."""

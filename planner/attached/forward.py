@@ -302,8 +302,9 @@ class PlanningForward(ObservingForward):
                     return output
             raise
         is_compiled = self._compilations != compiled
-        if on_trial and (is_compiled or graph.call == self._plain_values.given):
-            self._plain_values.note_read()
+        if on_trial:
+            self._plain_values.note(
+                is_read=is_compiled or graph.call == self._plain_values.given)
         graph.compiled_in_a_row = graph.compiled_in_a_row + 1 if is_compiled else 0
         if graph.compiled_in_a_row > _COMPILED_EACH_TIME:
             self.steps.warn(_IS_COMPILED_EACH_TIME)

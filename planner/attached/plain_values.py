@@ -2,8 +2,9 @@
 
 A value that no code reads makes no other graph: the name of a file, the number of a step.  Which
 are read is found out: a call that differs from the ones before in such a value is taken for one
-with the value that was met first.  Where it takes a graph of its own, several times, the value is
-read, and each one has a graph and plans of its own.
+with the value that was met first.  Where it takes a graph of its own, several times in a row, the
+value is read, and each one has a graph and plans of its own.  A number that only changes other
+numbers is an input of the graph (`torch_compat.varying_numbers`).
 """
 
 from __future__ import annotations
@@ -46,10 +47,10 @@ class PlainValues:
             and self._read[name] < _MOST_READ)
         return call.with_values({name: self._first[name] for name in self._changed})
 
-    def note_read(self) -> None:
-        """Note that the running call took a graph with its own values."""
+    def note(self, *, is_read: bool) -> None:
+        """Note whether the running call took a graph with its own values."""
         for name in self._changed:
-            self._read[name] += 1
+            self._read[name] = self._read[name] + 1 if is_read else 0
             if self._read[name] == _MOST_READ:
                 log.warning(
                     "%s: the argument %s has other values from call to call, and the model's code "

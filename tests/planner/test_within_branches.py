@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import math
 from collections.abc import Callable
 
 import pytest
@@ -509,7 +510,7 @@ def test_masks_of_floats_are_looked_at_as_in_the_plain_step(given):
 
 
 class ScaledByItsNorm(nn.Module):
-    """The code computes with a number that it reads from a tensor."""
+    """The code takes the exponential of a number of a tensor, which is a constant for torch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -518,7 +519,7 @@ class ScaledByItsNorm(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         hidden = self.first(x).tanh()
-        scale = hidden.norm().item()
+        scale = math.exp(hidden.norm().item() / 100)
         return self.last(hidden / scale).square().mean()
 
 

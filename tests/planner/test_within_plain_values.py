@@ -22,7 +22,9 @@ class Weighted(nn.Module):
         self.blocks = nn.ModuleList(
             nn.Sequential(nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 32)) for _ in range(3))
 
-    def forward(self, x, weight=1.0, files=(), step=0):
+    def forward(self, x, weight=1.0, files=(), step=0, kept=1.0):
+        if kept < 1:
+            x = x[:int(kept * 256)]
         for block in self.blocks:
             x = x + block(x)
         if self.breaks:
@@ -55,11 +57,21 @@ def test_what_no_code_reads_makes_no_plan(varied, breaks, caplog):
     assert "the argument" not in caplog.text
 
 
-def test_a_number_that_is_read_is_told_once(caplog):
+@pytest.mark.parametrize("breaks", [False, True])
+def test_a_number_that_is_read_makes_no_plan_of_its_own(breaks, caplog):
+    expected = _train([{}] * 8, breaks=breaks).plans
     with caplog.at_level(logging.WARNING, "planner"):
-        status = _train({"weight": 0.9 ** number} for number in range(6))
+        status = _train(({"weight": 0.9 ** number} for number in range(8)), breaks=breaks)
     assert status.last_reason is None
-    assert caplog.text.count("the argument weight has other values from call to call") == 1
+    assert status.plans <= expected + 2
+    assert "the argument" not in caplog.text
+
+
+def test_a_number_that_decides_a_size_is_told_once(caplog):
+    with caplog.at_level(logging.WARNING, "planner"):
+        status = _train({"kept": 0.9 ** number} for number in range(1, 7))
+    assert status.last_reason is None
+    assert caplog.text.count("the argument kept has other values from call to call") == 1
 
 
 @pytest.mark.parametrize("breaks", [False, True])
