@@ -68,7 +68,14 @@ class JointGraph:
 
     @property
     def returned(self) -> tuple[int, ...]:
-        """Positions of the model's outputs among the forward outputs."""
+        """Positions of the model's outputs among the forward outputs, without numbers, which other
+        graphs do not return."""
+        return tuple(place for place in self.returned_with_numbers
+                     if (node := self.forward_outputs[place]) is None or not is_number(node))
+
+    @property
+    def returned_with_numbers(self) -> tuple[int, ...]:
+        """Positions of all outputs of the model among the forward outputs."""
         tokens = effect_tokens(self.output)
         return tuple(place for place in range(len(self.forward_outputs))
                      if place not in self.mutations and place not in tokens)
@@ -292,7 +299,8 @@ def is_number(node: fx.Node) -> bool:
             0, torch.float64, "cpu"):
         return False
     if node.target is torch.ops.aten.scalar_tensor.default:
-        return all(user.op == "output" for user in node.users)
+        return isinstance(node.args[0], fx.Node) and all(
+            user.op == "output" for user in node.users)
     return node.op == "placeholder" and not is_cotangent(node) and all(
         user.target is torch.ops.aten._local_scalar_dense.default for user in node.users)
 
