@@ -145,10 +145,10 @@ _COMPILED_EACH_TIME = 5
 """Calls in a row of one planned graph in which code is compiled, before a warning says so."""
 _IS_COMPILED_EACH_TIME = (
     "parts of the model are compiled anew in each call, which takes seconds: its code takes "
-    "another path each time (loops whose length follows from sizes), or computes with, or stores, "
-    "numbers that it reads from tensors (.item(), float(tensor)), and torch compiles what follows "
-    "for each; compute with the tensor instead, and store it; or a number that changes in each "
-    "step decides a size, a text, an exponent or the p of a dropout")
+    "another path each time (loops whose length follows from sizes, lists that grow), or a number "
+    "that changes, or that it reads from a tensor (.item(), float(tensor)), decides a size, a "
+    "text, an exponent, a rounding or the p of a dropout; compute with a tensor instead, and store "
+    "it")
 
 
 class PlanningForward(ObservingForward):
