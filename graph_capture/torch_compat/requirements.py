@@ -215,8 +215,11 @@ REQUIRED: dict[str, tuple[str, ...]] = {
         "torch._dynamo.symbolic_convert.InstructionTranslatorBase._format_value("
         "self, fmt_spec, flags)",
         "torch._dynamo.variables.ConstantVariable.create(value)",
-        *_of("torch._dynamo.variables.builder.VariableBuilder", "wrap_literal(self, value)",
-             "wrap_symfloat(self, value)", "wrap_symint(self, value, dynamism)"),
+        "torch._dynamo.symbolic_convert.InstructionTranslator.current_tx()",
+        *_of("torch._dynamo", "utils.is_int_specialization_case(value, source)",
+             "variables.builder.is_int_specialization_case(value, source)"),
+        *_of("torch._dynamo.variables.builder.VariableBuilder", "wrap_symfloat(self, value)",
+             "wrap_symint(self, value, dynamism)"),
         "torch._dynamo.variables.tensor.SymNodeVariable",
         "torch._functorch._aot_autograd.graph_compile.tensorify_python_scalars",
         "torch.fx.experimental.symbolic_shapes.DimDynamic",

@@ -19,10 +19,11 @@ from planner._graph_capture.torch_compat.requirements import require
 require(__name__)
 
 import torch._dynamo.config as dynamo_config
+import torch._dynamo.utils as dynamo_utils
 from torch import fx
 from torch._dynamo.exc import TensorifyScalarRestartAnalysis
-from torch._dynamo.symbolic_convert import InstructionTranslatorBase
-from torch._dynamo.variables import ConstantVariable
+from torch._dynamo.symbolic_convert import InstructionTranslator, InstructionTranslatorBase
+from torch._dynamo.variables import ConstantVariable, builder
 from torch._dynamo.variables.builder import VariableBuilder
 from torch._dynamo.variables.tensor import SymNodeVariable
 from torch._functorch._aot_autograd import graph_compile
@@ -41,31 +42,38 @@ _VARIES = "checkpoint_planner_varies"
 """Marks a node of a graph that is such an input."""
 
 _plain_float = VariableBuilder.wrap_symfloat
-_plain_literal = VariableBuilder.wrap_literal
+_plain_int = VariableBuilder.wrap_symint
+_plain_is_constant = builder.is_int_specialization_case
 _plain_format = InstructionTranslatorBase._format_value
 
 
-def _varies(builder: Any, value: float) -> bool:
+def _varies(source: Any, value: float) -> bool:
     """True if a number is to be an input of the graph."""
-    code = builder.tx.output.root_tx.f_code
-    first = _seen.setdefault(code, {}).setdefault(str(builder.source), value)
+    code = InstructionTranslator.current_tx().output.root_tx.f_code
+    first = _seen.setdefault(code, {}).setdefault(str(source), value)
     return _may_vary.get() and first != value and code not in _constant
 
 
-def _float(builder: Any, value: float) -> Any:
+def _float(building: Any, value: float) -> Any:
     """Dynamo's variable for a float."""
-    varies = _varies(builder, value)
+    varies = _varies(building.source, value)
     with dynamo_config.patch(specialize_float=not varies, assume_static_by_default=not varies):
-        return _marked(builder, _plain_float(builder, value)) if varies else (
-            _plain_float(builder, value))
+        return _marked(building, _plain_float(building, value)) if varies else (
+            _plain_float(building, value))
 
 
-def _literal(builder: Any, value: object) -> Any:
-    """Dynamo's variable for a literal, of which whole numbers in modules are constants."""
-    if type(value) is not int or not builder.source.guard_source.is_unspecialized_nn_module() or (
-            not _varies(builder, value)):
-        return _plain_literal(builder, value)
-    return _marked(builder, builder.wrap_symint(value, DimDynamic.DYNAMIC))
+def _is_constant(value: Any, source: Any) -> bool:
+    """True if Dynamo takes a whole number for a constant, as it does with those of modules."""
+    return bool(_plain_is_constant(value, source)) and not (
+        source.guard_source.is_unspecialized_nn_module() and _varies(source, value))
+
+
+def _int(building: Any, value: int, *args: Any, **kwargs: Any) -> Any:
+    """Dynamo's variable for a whole number."""
+    if args or kwargs or not building.source.guard_source.is_unspecialized_nn_module() or not (
+            _varies(building.source, value)):
+        return _plain_int(building, value, *args, **kwargs)
+    return _marked(building, _plain_int(building, value, DimDynamic.DYNAMIC))
 
 
 def _format(translator: Any, form: Any, flags: int) -> None:
@@ -75,9 +83,9 @@ def _format(translator: Any, form: Any, flags: int) -> None:
     _plain_format(translator, form, flags)
 
 
-def _marked(builder: Any, variable: Any) -> Any:
+def _marked(building: Any, variable: Any) -> Any:
     if not variable.is_python_constant():
-        variable.as_proxy().node.meta[_VARIES] = builder.tx.output.root_tx.f_code
+        variable.as_proxy().node.meta[_VARIES] = building.tx.output.root_tx.f_code
     return variable
 
 
@@ -85,7 +93,9 @@ def _marked(builder: Any, variable: Any) -> Any:
 def numbers_noted() -> Iterator[None]:
     """Inside, it is noted which numbers code reads while Dynamo compiles it."""
     with (mock.patch.object(VariableBuilder, "wrap_symfloat", _float),
-          mock.patch.object(VariableBuilder, "wrap_literal", _literal),
+          mock.patch.object(VariableBuilder, "wrap_symint", _int),
+          mock.patch.object(builder, "is_int_specialization_case", _is_constant),
+          mock.patch.object(dynamo_utils, "is_int_specialization_case", _is_constant),
           mock.patch.object(InstructionTranslatorBase, "_format_value", _format)):
         yield
 
