@@ -143,6 +143,11 @@ class Planning:
 
         if self.regions == "auto":
             object.__setattr__(self, "regions", None)
+        if self.regions is not None and not isinstance(self.regions, str) and not (
+                isinstance(self.regions, Sequence)
+                and all(isinstance(name, str) for name in self.regions)):
+            raise TypeError('regions must be "auto", "blocks", "model" or a sequence of names of '
+                            f"modules, got {self.regions!r}")
         _check_known("solver", self.solver, tuple(ALGORITHMS))
         _check_known("backend", self.backend, ("eager", "inductor"))
         _check_known("cost_model", self.cost_model, ("roofline", "measured", "flops"))

@@ -78,3 +78,9 @@ def test_what_is_wrong_in_itself_is_told(options, error, message):
 def test_types_are_those_of_the_signature():
     for field in dataclasses.fields(Planning):
         assert field.type == inspect.signature(planner.plan).parameters[field.name].annotation
+
+
+@pytest.mark.parametrize("regions", [3, [1, 2]])
+def test_regions_that_are_no_names_are_told(regions):
+    with pytest.raises(TypeError, match="a sequence of names of modules, got "):
+        planner.plan(nn.Linear(2, 2), (), budget="60%", regions=regions)
