@@ -119,15 +119,24 @@ def test_poolings_read_a_gradient_for_the_shape_of_their_input():
     assert {node.target for node in inputs} == {torch.ops.aten.clone.default}
 
 
+def where_the_low_peak_step_takes_less():
+    """A network, its step, the least that its low-peak variant takes, and that no schedule of the
+    other takes.  It depends on the workspace of the CPU's convolutions."""
+    for sizes in ({"width": 16, "depth": 1}, {"width": 16, "depth": 2}, {"width": 32, "depth": 1}):
+        case = channels_last(unet(image=32, **sizes))
+        step = captured(case)
+        floor = working_set_floor(step.base.problem)
+        low_peak = step.variants[1]
+        least = low_peak.net_peak_bytes(minimum_peak(low_peak.problem))
+        if least < 0.99 * floor:
+            return sizes, case, step, least, floor
+    raise AssertionError("no network whose low-peak variant takes less")
+
+
 @pytest.mark.slow
 def test_the_low_peak_step_fits_where_the_other_cannot(tmp_path):
     """Held when measured, from a file, with gradients equal to the last bit."""
-    case = channels_last(unet(image=32, width=16, depth=1))
-    step = captured(case)
-    floor = working_set_floor(step.base.problem)
-    low_peak = step.variants[1]
-    least = low_peak.net_peak_bytes(minimum_peak(low_peak.problem))
-    assert least < floor
+    _, case, step, least, floor = where_the_low_peak_step_takes_less()
     budget = step.resident_bytes + (least + floor) // 2
     path = tmp_path / "plan.json"
     plan_within(step, budget, Effort(time_limit=4.0)).save(path)
@@ -197,13 +206,11 @@ def test_the_frontier_has_plans_of_both_forms():
 
 @pytest.mark.slow
 def test_a_low_peak_plan_serves_smaller_images():
-    case = channels_last(unet(image=32, width=16, depth=1))
-    step = captured(case)
-    budget = step.resident_bytes + working_set_floor(step.base.problem)
-    plan = plan_within(step, budget - 1, Effort(time_limit=3.0))
+    sizes, case, step, _, floor = where_the_low_peak_step_takes_less()
+    plan = plan_within(step, step.resident_bytes + floor - 1, Effort(time_limit=3.0))
     assert plan.spec.low_peak
     model = plan.apply(case.model)
-    other = channels_last(unet(batch=1, width=16, image=16, depth=1))
+    other = channels_last(unet(batch=1, image=16, **sizes))
     smaller = Case(case.model, other.args, other.loss_fn)
     assert train(model, smaller).differences(reference(smaller)) == []
     assert measured_peak(model, smaller) <= plan.peak_bytes - step.resident_bytes
