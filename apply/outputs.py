@@ -66,8 +66,8 @@ def places_to_watch(let_go: Collection[int], lowered: LoweredRegion, rewritten: 
     returned = rewritten.forward.graph.output_node().args[0]
     saved = {storage_key(tensor) for node in returned[count:] if isinstance(node, fx.Node)
              for tensor in tensors_of(node.meta["val"])}
-    joint = lowered.joint
-    return tuple(joint.returned_with_numbers.index(joint.returned[place])
+    with_numbers, without = lowered.joint.returned_with_numbers, lowered.joint.returned
+    return tuple(with_numbers.index(without[place])
                  for place, node in enumerate(lowered.returned)
                  if place in let_go and node is not None
                  and storage_key(node.meta["val"]) not in saved)

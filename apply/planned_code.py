@@ -52,7 +52,6 @@ class CompiledCode:
         self._is_compiled, self._is_of_blocks = is_compiled, is_of_blocks
         self._has_several_regions = has_several_regions
         self._sizes_vary = False
-        self._numbers_vary = not is_compiled
         self._operations_outside: dict[str, int] = {}
         """Number of ops that autograd recorded outside of all regions in the first call, by the
         block that was called."""
@@ -228,7 +227,7 @@ class PlannedCode(CompiledCode):
               symbolic_dimensions([(tensor, sorted(self.varying.get(name, ())))
                                    for name, tensor in tensors.items()]),
               varying_sizes() if self._sizes_vary else nullcontext(),
-              varying_numbers() if self._numbers_vary else nullcontext(),
+              nullcontext() if self._is_compiled else varying_numbers(),
               nullcontext() if self._traced is None else
               mock.patch.object(self._traced, "backend", self.backend)):
             yield

@@ -15,6 +15,7 @@ import torch
 from torch import fx
 
 from planner._graph_capture.errors import CaptureError
+from planner._graph_capture.joint_graph.joint import is_number
 from planner._graph_capture.torch_compat import (
     expression_of,
     function_of,
@@ -46,6 +47,8 @@ class Sizes:
     def of(cls, primals: Sequence[fx.Node]) -> Sizes:
         """Those that a joint graph has as inputs; raises `CaptureError` where a size depends on a
         float."""
+        if not any(map(is_number, primals)):
+            return cls(())
         found = {expression_of(value): size_now(value) for node in primals
                  if isinstance(value := node.meta.get("val"), torch.SymInt)}
         places = places_in_storage([value for node in primals if isinstance(
@@ -53,7 +56,7 @@ class Sizes:
         # One that torch has fixed meanwhile is a number.
         symbols = {symbol: value for symbol, value in found.items()
                    if symbol.free_symbols and symbol not in places}
-        in_sizes = _symbols_in_sizes(primals[0].graph) if primals else set()
+        in_sizes = _symbols_in_sizes(primals[0].graph)
         if floats := sorted(str(each) for each in in_sizes if is_float(each)):
             raise CaptureError(f"sizes depend on {', '.join(floats)}, which is no size")
         numbers = symbols.keys() - in_sizes
