@@ -13,9 +13,12 @@ fragmentation, are seen on no device.
 
 from __future__ import annotations
 
+import ctypes
 import gc
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import accumulate
 
 import torch
@@ -81,6 +84,34 @@ def requested_bytes(device: torch.device) -> int:
 def highest_requested_bytes(device: torch.device) -> int:
     """The maximum of `requested_bytes` since the statistics were reset."""
     return _statistic(device, "peak")
+
+
+class _Mallinfo(ctypes.Structure):
+    """`struct mallinfo2` of glibc."""
+
+    _fields_ = tuple((name, ctypes.c_size_t) for name in (
+        "arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks",
+        "fordblks", "keepcost"))
+
+
+@cache
+def _mallinfo() -> Callable[[], _Mallinfo] | None:
+    if not sys.platform.startswith("linux"):
+        return None
+    function = getattr(ctypes.CDLL(None), "mallinfo2", None)
+    if function is not None:
+        function.restype = _Mallinfo
+    return function
+
+
+def heap_bytes() -> int | None:
+    """Bytes that the process holds of the C library's heap, which is the CPU allocator of torch;
+    `None` if it does not tell.  Python's own objects are included; takes 60 microseconds."""
+    function = _mallinfo()
+    if function is None:
+        return None
+    found = function()
+    return int(found.uordblks + found.hblkhd)
 
 
 def _statistic(device: torch.device, what: str) -> int:

@@ -20,6 +20,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from planner._apply.planned_forward import CountingForward
+from planner._graph_capture.memory.allocator import heap_bytes
 from planner._graph_capture.memory.sparse import strided_tensors
 from planner._graph_capture.module_forward import (
     Forward,
@@ -46,6 +47,7 @@ from planner.attached.held import (
 )
 from planner.attached.hooks import HookWatch, hook_signature
 from planner.attached.measuring import (
+    CLOSE,
     begin_measuring,
     conclude,
     enter_phase,
@@ -167,6 +169,9 @@ class ObservingForward(CountingForward):
         """The highest peak of a step over its budget that was said, as a multiple of it."""
         self._unforeseen_bytes = 0
         """Memory by which a step exceeded what its plans predicted, where that broke the budget."""
+        self._looks_until = STEPS_LOOKED_AT
+        self._heap_bytes: int | None = None
+        """The process's heap as the step began that was watched last."""
         self._steps_to_watch = _STEPS_WATCHED
         self._steps_to_skip = 0
         """Steps that are not watched on a CPU, so that watching takes a small share of the time."""
@@ -334,7 +339,7 @@ class ObservingForward(CountingForward):
     @property
     def _is_looked_at(self) -> bool:
         """True if this step looks through all tensors that Python knows."""
-        return self._counts.steps < STEPS_LOOKED_AT
+        return self._counts.steps < self._looks_until
 
     def _gradients_of_others(self) -> list[torch.Tensor]:
         """Gradients of other planned models of the same loop."""
@@ -377,10 +382,25 @@ class ObservingForward(CountingForward):
                 conclude()  # the step before, which no optimizer of torch's has ended
             if device.type != "cuda":
                 return  # a watch would be left open behind the last step
-        if running_node_number() is None and not group_of(self.__self__) and (
-                device.type == "cuda" or self._steps_to_watch > 0 or self._steps_to_skip <= 0):
+        if running_node_number() is not None or group_of(self.__self__):
+            return
+        heap = heap_bytes() if device.type == "cpu" and not self._graphs_of_step else None
+        if heap is not None and self._exceeds_with(heap - (self._heap_bytes or heap)):
+            self._looks_until = self._counts.steps + 1  # the loop holds more than it did
+            self._watch_next_steps()
+        if device.type == "cuda" or self._steps_to_watch > 0 or self._steps_to_skip <= 0:
+            self._heap_bytes = heap or self._heap_bytes
             begin_measuring(self, device, lambda: self._tensors_held(args, kwargs),
                             is_complete=self._is_looked_at, existed=self._loop.existed)
+
+    def _exceeds_with(self, more_bytes: int) -> bool:
+        """True if the last plan exceeds its budget with this memory, which matters to it."""
+        plan = self.plan
+        if plan is None or plan.budget_bytes is None:
+            return False
+        close_bytes = CLOSE * plan.budget_bytes
+        return more_bytes > close_bytes and (
+            plan.peak_bytes + more_bytes > plan.budget_bytes + close_bytes)
 
     def _watch_next_steps(self) -> None:
         """Watch this step and the next: something is new in it."""
