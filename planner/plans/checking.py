@@ -65,6 +65,10 @@ def stated_variant(plan: Plan) -> Variant:
     """The step that a plan states; raises `MalformedGraph`, and `ValueError` if it is not a
     step."""
     spec = plan.spec
+    try:
+        torch.device(plan.device)
+    except RuntimeError as error:
+        raise ValueError(f"device is {plan.device!r}: {error}") from error
     for op in spec.ops:
         for buffer in (*op.inputs, *op.outputs, *op.inplace):
             if not 0 <= buffer < len(spec.buffers):

@@ -80,6 +80,7 @@ ARGUMENTS = {
     "blocks": {"regions": "blocks", "optimizer": "adamw"},
     "ranks": {"parallel": planner.DataParallel("ddp", 2), "optimizer": "adamw"},
     "inductor": {"backend": "inductor"},
+    "sizes": {"dynamic": {"input": {0: "batch"}}},
 }
 """What is planned, by kind; the others are of a plain step."""
 
@@ -199,7 +200,7 @@ def test_changed_files_are_refused_or_harmless():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["plain", "regions", "blocks", "chunks", "offload", "ranks",
-                                  pytest.param("inductor", marks=needs_compiler)])
+                                  "sizes", pytest.param("inductor", marks=needs_compiler)])
 def test_many_changed_files_are_refused_or_harmless(kind):
     found = load_and_simulate(kind, ALL, 2)
     assert not any(name.isupper() for name in found), found
@@ -249,8 +250,8 @@ def test_changed_plans_that_are_read_train_as_the_model_or_are_refused():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["plain", "regions", "chunks", "offload"])
+@pytest.mark.parametrize("kind", ["plain", "regions", "chunks", "offload", "sizes"])
 def test_many_changed_plans_that_are_read_train_as_the_model_or_are_refused(kind):
-    found = apply_and_train(kind, 50, 4)
+    found = apply_and_train(kind, 12 if kind == "sizes" else 50, 4)
     assert not any(name.isupper() for name in found), found
     assert found["refused"] > 0 and found["harmless"] > 0
