@@ -507,7 +507,7 @@ class PlanningForward(ObservingForward):
                     self._symbolic.give_up(graph, call, error)
                     return None
                 else:
-                    graph.note_run()
+                    graph.note_run(call)
                     if graph not in self.graphs:
                         self.graphs.insert(0, graph)
                     return graph, output

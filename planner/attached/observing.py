@@ -66,6 +66,7 @@ from planner.attached.planned_graph import (
     PlannedGraph,
     Present,
     ReturnedTensors,
+    note_pending,
     pending_bytes,
     pending_calls,
 )
@@ -325,6 +326,9 @@ class ObservingForward(CountingForward):
                  ) -> Present:
         """The memory present as a call begins; `returned`, `attributes`: what earlier calls have
         returned, and left in attributes."""
+        if note_pending():
+            for each in observers():
+                each._learned += 1
         device = device_of(self.__self__)
         returned_bytes = bytes_on(device, returned)
         attribute_bytes = bytes_on(device, [*returned, *attributes]) - returned_bytes

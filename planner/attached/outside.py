@@ -21,9 +21,10 @@ from torch.optim import Optimizer
 from planner._graph_capture.capture import CapturedStep
 from planner._graph_capture.plain_step.loss import Until
 from planner._graph_capture.plain_step.observed_loss import ObservedLoss
-from planner._graph_capture.training_graph import HELD_IN_FORWARD, LOSS_BACKWARD, Phase
+from planner._graph_capture.training_graph import HELD_IN_FORWARD, LOSS_BACKWARD
 from planner.solvers.problem import Schedule
 from planner.solvers.simulator import unroll
+from planner.step.breakdown import saved_buffers
 from planner.step.variant import Variant
 
 
@@ -172,13 +173,9 @@ def _saved_and_ahead(variant: Variant, schedule: Schedule, loss: ObservedLoss | 
                      ) -> tuple[int, int]:
     """The saved bytes, and the peak of the backward minus the peak before it."""
     timeline = unroll(variant.problem, schedule)
-    graph, first = variant.graph, timeline.first_runs
-    end = max((position for index, position in first.items()
-               if graph.ops[index].phase is Phase.FORWARD), default=-1)
-    begin = first[graph.index_of[LOSS_BACKWARD]]
-    saved = sum(variant.problem.storages[each.storage].size_bytes
-                for each in timeline.instances if each.birth <= end < each.death
-                and graph.ops[graph.buffers[each.storage].producer].name != HELD_IN_FORWARD)
+    begin = timeline.first_runs[variant.graph.index_of[LOSS_BACKWARD]]
+    saved = sum(variant.problem.storages[buffer].size_bytes
+                for buffer in saved_buffers(variant.graph, timeline))
     before = max(timeline.memory_bytes[:begin], default=0)
     if loss is not None:
         rise = 0 if loss.forward_peak_bytes is None else loss.peak_bytes - loss.forward_peak_bytes

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from weakref import WeakSet, ref
 
 import torch
@@ -36,6 +36,8 @@ class PlannedGraph:
 
     plan: Plan
     code: Code | SymbolicCode
+    ran_at: Mapping[str, int] = {}
+    """The named sizes of its last call."""
 
     def __init__(self, call: Call | None = None, planner: GraphPlanner | None = None) -> None:
         """`call`, `planner`: the captured call and its planner; `None` if the plan was given."""
@@ -165,6 +167,15 @@ class PlannedGraph:
     def saved_bytes(self) -> int:
         """Memory that a call keeps from the end of its forward to its backward; 0 if not known."""
         return 0 if self.planner is None else self.planner.saved_bytes
+
+    def saves(self) -> Callable[[], int]:
+        """Returns, now or later, the memory that its last call keeps for its backward."""
+        return lambda saved_bytes=self.saved_bytes: saved_bytes
+
+    def note_pending(self, call: PendingCall) -> bool:
+        """Note that another call begins before the backward of this one; return whether it keeps
+        more than is counted."""
+        return False
 
     @property
     def loss_planner(self) -> GraphPlanner | None:
@@ -313,8 +324,7 @@ class PendingCall:
 
     def __init__(self, graph: PlannedGraph) -> None:
         self.graph = ref(graph)
-        self.saved_bytes = graph.saved_bytes
-        """Memory that it keeps, under the plan that it ran under."""
+        self._saves, self.sizes = graph.saves(), graph.ran_at
         self.has_begun = False
         """True if its backward has reached the output."""
         self.returned_before: Sequence[ref[torch.Tensor]] = ()
@@ -322,6 +332,11 @@ class PendingCall:
         self.attributes_before: Sequence[ref[torch.Tensor]] = ()
         """What earlier calls had left in attributes of the model."""
         _pending.add(self)
+
+    @cached_property
+    def saved_bytes(self) -> int:
+        """Memory that it keeps, under the plan that it ran under."""
+        return self._saves()
 
     def begin_backward(self) -> bool:
         """Record that its backward begins; return whether this is the first time."""
@@ -340,6 +355,14 @@ _pending: WeakSet[PendingCall] = WeakSet()
 def pending_calls() -> list[PendingCall]:
     """Pending calls of all planned models."""
     return list(_pending)
+
+
+def note_pending() -> bool:
+    """Note what pending calls keep while another begins; return whether that is more than is
+    counted."""
+    found = [graph.note_pending(call) for call in _pending
+             if (graph := call.graph()) is not None]
+    return any(found)
 
 
 def pending_bytes() -> int:

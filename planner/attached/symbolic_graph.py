@@ -15,7 +15,8 @@ ones; where that is too much, and for larger sizes, it is measured for each op a
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Mapping, Sequence
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -40,7 +41,7 @@ from planner._graph_capture.torch_compat import (
 )
 from planner.arguments.inputs import size_name
 from planner.attached.known import GraphPlanner, Searched
-from planner.attached.planned_graph import PlannedGraph
+from planner.attached.planned_graph import PendingCall, PlannedGraph
 from planner.captured_graph import with_least_memory
 from planner.plans.plan import Plan
 from planner.step.other_sizes import SizedPeak
@@ -80,7 +81,10 @@ class SymbolicGraph(PlannedGraph):
         self.values: Values = ()
         """Of the symbols, at the sizes that the plan is made for."""
         self.has_run = False
-        self._plans: dict[Schedule, Plan] = {}
+        self._plans: dict[Schedule, tuple[Plan, SizedPeak]] = {}
+        self._most_saved_bytes, self._plain_share = 0, 1.0
+        """What a call kept that another one met, and what it would if it ran plain, as a multiple
+        of what it would at the planned sizes."""
         self._is_for_more_sizes = False
         self._tensors_of = partial(input_tensors, module, inner)
         self.limit = TraceLimit(
@@ -194,17 +198,41 @@ class SymbolicGraph(PlannedGraph):
         self._is_for_more_sizes = False
         self._plans = {each: self._plans[each] for target in self.code.backend.graphs
                        for each in target.schedules if each in self._plans}
-        self._plans[made] = plan
+        self._plans[made] = plan, peak
+        self._most_saved_bytes, self._plain_share = 0, 1.0
 
     def peak_bytes_at(self, sizes: Mapping[str, Sequence[int]]) -> int:
         """The peak of a step whose inputs have these sizes, under the last plan."""
         return self._peak.bytes_at(self._named(sizes))
 
-    def note_run(self) -> None:
+    def note_run(self, call: Call) -> None:
         """Note that a call went well."""
         self.has_run = True
-        if self.code.backend.used is not None:
-            self.plan = self._plans.get(self.code.backend.used, self.plan)
+        self.ran_at = self._named(call.sizes)
+        if (used := self.code.backend.used) in self._plans:
+            self.plan, self._peak = self._plans[used]
+
+    @property
+    def saved_bytes(self) -> int:
+        """That of the planned sizes, or of larger ones that another call has met."""
+        return max(super().saved_bytes, self._most_saved_bytes)
+
+    @property
+    def plain_saved_bytes(self) -> int:
+        """The same if it runs plain."""
+        return math.ceil(self._plain_share * super().plain_saved_bytes)
+
+    def saves(self) -> Callable[[], int]:
+        """Evaluated where it is asked for, at the sizes of the call."""
+        return partial(self._peak.saved_bytes_at, self.ran_at)
+
+    def note_pending(self, call: PendingCall) -> bool:
+        """Count it at its own sizes."""
+        if call.saved_bytes <= self.saved_bytes:
+            return False
+        self._most_saved_bytes = call.saved_bytes
+        self._plain_share = max(self._plain_share, self._peak.plain_share_at(call.sizes))
+        return True
 
 
 def enlarged_arguments(tensors: Mapping[str, torch.Tensor], call: Call, args: tuple[Any, ...],
@@ -252,20 +280,23 @@ def _enlarged(tensor: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
     return enlarged.requires_grad_(tensor.requires_grad)
 
 
-def _differing_sizes(call: Call, graph: PlannedGraph) -> int:
-    """How many sizes of a call differ from those that the graph had at first."""
+def _differing_sizes(call: Call, graph: PlannedGraph) -> tuple[int, int]:
+    """How many sizes of a call differ from those that the graph had at first, and how many of them
+    by more than a factor of two."""
     first = graph.began_with if isinstance(graph, SymbolicGraph) else graph.call
     assert first is not None
-    other = first.sizes
-    return sum(mine != theirs for name, sizes in call.sizes.items()
-               for mine, theirs in zip(sizes, other[name], strict=True))
+    pairs = [pair for name, sizes in call.sizes.items()
+             for pair in zip(sizes, first.sizes[name], strict=True)]
+    return (sum(mine != theirs for mine, theirs in pairs),
+            sum(max(pair) > 2 * min(pair) for pair in pairs))
 
 
 class SymbolicGraphs:
     """Graphs with symbolic sizes for calls that differ in sizes alone, from the second size on.
 
     Of two calls that keep memory at the same time each has a graph of its own, where both vary in
-    the same sizes and differ in another: batches of 16 and of 32 sentences, of any length.
+    the same sizes and differ in another (batches of 16 and of 32 sentences, of any length), or are
+    far apart (short questions and long answers).
     """
 
     def __init__(self, module: nn.Module, inner: Forward | None) -> None:

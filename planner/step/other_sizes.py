@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -38,7 +38,8 @@ from planner._graph_capture.torch_compat import (
 )
 from planner._graph_capture.training_graph import LOSS_BACKWARD, Phase
 from planner.solvers.problem import Schedule
-from planner.solvers.simulator import simulate
+from planner.solvers.simulator import simulate, unroll
+from planner.step.breakdown import saved_buffers
 from planner.step.variant import Variant
 
 
@@ -132,6 +133,29 @@ class SizedPeak:
         if dict(values) == self._sizes.largest:
             return self._variant.peak_bytes(self._schedule)
         return self._bytes_at(values, self._workspaces(values))
+
+    def saved_bytes_at(self, values: Mapping[str, int]) -> int:
+        """Memory that a call keeps from its forward to its backward."""
+        return self._bytes_of(self._saved, values)
+
+    def plain_share_at(self, values: Mapping[str, int]) -> float:
+        """What a plain call keeps there, as a multiple of what it does at the planned sizes."""
+        planned_bytes = self._bytes_of(self._plain_saved, self._sizes.largest)
+        return self._bytes_of(self._plain_saved, values) / max(1, planned_bytes)
+
+    @cached_property
+    def _saved(self) -> list[int]:
+        variant = self._variant
+        return saved_buffers(variant.graph, unroll(variant.problem, self._schedule))
+
+    @cached_property
+    def _plain_saved(self) -> list[int]:
+        problem = self._variant.problem
+        return saved_buffers(self._variant.graph, unroll(problem, problem.keep_all_schedule))
+
+    def _bytes_of(self, buffers: Sequence[int], values: Mapping[str, int]) -> int:
+        return sum(allocated_bytes(number(self._sizes.buffer_bytes[buffer], values), self._device)
+                   for buffer in buffers)
 
     def resident_bytes_at(self, values: Mapping[str, int]) -> int:
         """Resident memory where the named sizes have these values."""
