@@ -24,7 +24,7 @@ _OPERATORS: Mapping[type, Callable[[Any, Any], Any]] = {
 _FUNCTIONS: Mapping[str, Callable[..., Any]] = {
     "ceil": math.ceil, "float": float, "floor": math.floor, "max": max, "min": min, "round": round,
     "trunc": math.trunc}
-_LARGEST_POWER = 8
+_LARGEST_POWER, _LARGEST_BASE = 8, 2 ** 63
 _DTYPES = {str(each).removeprefix("torch."): each for each in vars(torch).values()
            if isinstance(each, torch.dtype)}
 _SETTINGS = {str(each): each for each in vars(torch).values()
@@ -109,8 +109,10 @@ def _value(node: ast.expr, values: Mapping[str, int], text: str) -> Any:
             return -_value(operand, values, text)
         case ast.BinOp(left, kind, right) if type(kind) in _OPERATORS:
             operands = _value(left, values, text), _value(right, values, text)
-            if isinstance(kind, ast.Pow) and not 0 <= operands[1] <= _LARGEST_POWER:
-                raise ValueError(f"{text!r} has a power of {operands[1]}")
+            if isinstance(kind, ast.Pow) and not (
+                    0 <= operands[1] <= _LARGEST_POWER and abs(operands[0]) <= _LARGEST_BASE):
+                raise ValueError(f"{text!r} has a power of {operands[1]}, or of a number above "
+                                 f"{_LARGEST_BASE}")
             return _applied(_OPERATORS[type(kind)], operands, text)
         case ast.Call(ast.Name(name), arguments, []) if name in _FUNCTIONS:
             return _applied(_FUNCTIONS[name],

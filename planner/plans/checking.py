@@ -110,6 +110,10 @@ def _contradictions(plan: Plan, variant: Variant, timeline: Timeline) -> Iterato
     yield from _first_difference("decisions", plan.decisions, decisions)
     yield from _of_memory(plan, variant, timeline)
     yield from _of_time(plan, variant, timeline)
+    if plan.spec.signature is not None:
+        tensors = {name for name, sizes in planned_sizes(plan.spec.signature).items() if sizes}
+        if forced := sorted(tensors & {name for name, _ in plan.spec.overrides}):
+            yield f"overrides gives {', '.join(forced)}, which is a tensor of the inputs"
     if plan.spec.sizes is not None:
         yield from _of_sizes(plan.spec, plan.spec.sizes)
 

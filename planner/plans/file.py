@@ -106,6 +106,7 @@ def _plan_of(document: Document) -> Plan:
 
 
 def _changed(name: str, words: str) -> PlanFileError:
+    words = words if len(words) <= 600 else words[:597] + "..."
     return PlanFileError(f"{name}: {words}; the file was changed after it was saved, plan again")
 
 

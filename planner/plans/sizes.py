@@ -42,8 +42,12 @@ def values_of(plan: Plan, sizes: Mapping[str, int]) -> dict[str, int]:
 def fits(plan: Plan, values: Mapping[str, int]) -> bool:
     """True if a step of these sizes stays within the plan's budget."""
     limit_bytes = plan.budget_bytes
-    return limit_bytes is None or sized_peak(plan).is_within(
-        max(limit_bytes, plan.peak_bytes), values)
+    try:
+        return limit_bytes is None or sized_peak(plan).is_within(
+            max(limit_bytes, plan.peak_bytes), values)
+    except ValueError as error:
+        raise PlanMismatch(f"the plan says of no peak at these sizes: {error}; plan again"
+                           ) from None
 
 
 @lru_cache(maxsize=16)

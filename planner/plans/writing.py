@@ -11,6 +11,7 @@ written to directly.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -40,11 +41,14 @@ def save(plan: Plan, path: str | PathLike[str]) -> None:
 
     Raises `OSError` if the path cannot be written.
     """
-    content, destination = dumps(plan).encode(), Path(os.path.realpath(path))
+    content, mode = dumps(plan).encode(), None
     try:
-        mode = destination.stat().st_mode if destination.exists() else None
+        with suppress(FileNotFoundError):
+            mode = os.stat(path).st_mode  # a link in /proc to a pipe has no path to resolve
+        if mode is None and os.fspath(path).endswith(os.sep):
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
         if mode is None or stat.S_ISREG(mode):
-            _replace(destination, content, mode)
+            _replace(Path(os.path.realpath(path)), content, mode)
         else:
             Path(path).write_bytes(content)  # raises for a folder
     except OSError as error:
