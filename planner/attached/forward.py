@@ -657,6 +657,8 @@ class PlanningForward(ObservingForward):
         elif graph.is_followed and graph.loss is None:
             graph.loss = planner.passing_loss
         known = self._known(graph, present)
+        if known is not None and graph.known is not None and self._are_remade:
+            known = self._with_remade(known, graph.known)
         if known is not None and graph.serves(known) and not (
                 graph.is_provisional or planner.lacks_runs):
             graph.checked, graph.is_settled = self._learned, graph.is_observed

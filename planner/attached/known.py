@@ -76,6 +76,7 @@ from planner.arguments.budget import Budget
 from planner.arguments.inputs import describe_inputs
 from planner.arguments.planning import Planning
 from planner.attached.held import bytes_on, device_of, held_bytes
+from planner.attached.optimizers import ObservedOptimizer
 from planner.attached.outside import Known, Outside, plain_saved_bytes, saved_bytes
 from planner.errors import InfeasibleBudget
 from planner.plans.decisions import schedule_of
@@ -153,7 +154,7 @@ class OptimizerTraces:
         self._last: tuple[object, OptimizerTrace | None] | None = None
 
     def of(self, step: CapturedStep, tensors: tuple[ParameterKey, ...],
-           optimizers: tuple[ref[Optimizer], ...] | None, assumed: str | None
+           optimizers: tuple[ObservedOptimizer, ...] | None, assumed: str | None
            ) -> OptimizerTrace | None:
         """Memory of these optimizers' steps, of `assumed` where it is given, after a step of the
         model with these tensors; `None` without any."""

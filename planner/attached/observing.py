@@ -11,7 +11,7 @@ import itertools
 import logging
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 from weakref import WeakKeyDictionary, WeakSet, finalize, ref
 
@@ -55,12 +55,14 @@ from planner.attached.measuring import (
 )
 from planner.attached.methods import MethodSearch, model_of, plan_methods, planned_methods
 from planner.attached.optimizers import (
+    ObservedOptimizer,
     has_stepped,
     observe,
     observers,
     optimizers_of,
     stop_observing,
 )
+from planner.attached.outside import Known
 from planner.attached.planned_graph import (
     PendingCall,
     PlannedGraph,
@@ -151,9 +153,11 @@ class ObservingForward(CountingForward):
     def _begin_observing(self) -> None:
         """Reset: nothing observed."""
         self._watch: LossWatch | None = None
-        self._optimizers: list[ref[Optimizer]] = []
-        self._expected: list[ref[Optimizer]] = []
+        self._optimizers: list[ObservedOptimizer] = []
+        self._expected: list[ObservedOptimizer] = []
         """Optimizers that were there before any had stepped."""
+        self._are_remade = set[ObservedOptimizer]()
+        """Those that others have replaced which are like them, for example for each task."""
         self._in_step: ref[Optimizer] | None = None
         """The optimizer whose step runs; those that it steps itself are none of the loop's."""
         self._defers_reduction = self._backward_seen = self._in_backward = False
@@ -172,7 +176,7 @@ class ObservingForward(CountingForward):
         """Memory by which a step exceeded what its plans predicted, where that broke the budget."""
         self._looks_until = STEPS_LOOKED_AT
         self._heap_bytes: int | None = None
-        """The process's heap as the step began that was watched last."""
+        """The largest heap of the process as a step began that was watched."""
         self._steps_to_watch = _STEPS_WATCHED
         self._steps_to_skip = 0
         """Steps that are not watched on a CPU, so that watching takes a small share of the time."""
@@ -201,7 +205,8 @@ class ObservingForward(CountingForward):
         if not self._last_call and not self._optimizers:
             for optimizer in optimizers_of(self._parameters):
                 known = has_stepped(optimizer, self._parameters)
-                (self._optimizers if known else self._expected).append(ref(optimizer))
+                (self._optimizers if known else self._expected).append(
+                    ObservedOptimizer.of(optimizer))
                 self._gradients_are_used |= known
         self._in_backward, self._last_call = False, next(_clock)
 
@@ -393,7 +398,7 @@ class ObservingForward(CountingForward):
             self._looks_until = self._counts.steps + 1  # the loop holds more than it did
             self._watch_next_steps()
         if device.type == "cuda" or self._steps_to_watch > 0 or self._steps_to_skip <= 0:
-            self._heap_bytes = heap or self._heap_bytes
+            self._heap_bytes = max(heap or 0, self._heap_bytes or 0) or None
             begin_measuring(self, device, lambda: self._tensors_held(args, kwargs),
                             is_complete=self._is_looked_at, existed=self._loop.existed)
 
@@ -426,7 +431,7 @@ class ObservingForward(CountingForward):
         self._steps_to_skip = math.ceil(watching_share / _WATCHING_SHARE)
 
     @property
-    def _stepping(self) -> tuple[ref[Optimizer], ...] | None:
+    def _stepping(self) -> tuple[ObservedOptimizer, ...] | None:
         """The optimizers that have stepped, or are to; `None` if not known, or if they are those
         that the user gave."""
         given = self.settings.planning.optimizer
@@ -436,6 +441,13 @@ class ObservingForward(CountingForward):
             if named is None or all(each() in named for each in found):
                 return None
         return found or None
+
+    def _with_remade(self, known: Known, planned: Known) -> Known:
+        """The same with the optimizers that a plan counts, if those that are gone come again."""
+        alive, counted = known.optimizers or (), planned.optimizers or ()
+        gone = {*counted} - {*alive}
+        return known if not {*alive} <= {*counted} or not gone <= self._are_remade else (
+            replace(known, optimizers=counted))
 
     @property
     def _stepping_now(self) -> Optimizer | None:
@@ -455,7 +467,12 @@ class ObservingForward(CountingForward):
             if not self._optimizers:  # what came before were parts of a step
                 self._counts.steps = self._counts.planned_steps = 0
                 self._counts.counted = (0, 0)
-            self._optimizers.append(ref(optimizer))
+            observed = ObservedOptimizer.of(optimizer)
+            if observed in self._optimizers:
+                self._optimizers[self._optimizers.index(observed)] = observed
+                self._are_remade.add(observed)
+            else:
+                self._optimizers.append(observed)
             for graph in self.graphs if optimizer.state else ():
                 graph.forget_held()  # from here on the optimizer's tensors count as its own
             self._learned += 1
@@ -571,7 +588,7 @@ class ObservingForward(CountingForward):
             self._watch = None
 
 
-def alive(optimizers: Iterable[ref[Optimizer]]) -> list[Optimizer]:
+def alive(optimizers: Iterable[ObservedOptimizer]) -> list[Optimizer]:
     """The optimizers that still exist."""
     return [found for each in optimizers if (found := each()) is not None]
 

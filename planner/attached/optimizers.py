@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterable, Set
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
-from weakref import WeakSet
+from weakref import WeakSet, ref
 
 from torch import nn
 from torch.optim import Optimizer
@@ -25,6 +26,29 @@ if TYPE_CHECKING:
 
 _observers: WeakSet[ObservingForward] = WeakSet()
 _hooks: list[Any] = []
+
+
+@dataclass(frozen=True, slots=True)
+class ObservedOptimizer:
+    """An optimizer that steps a model; equal to another one of the same settings for the same
+    parameters, such as a loop makes for each task.  Called, it returns the optimizer or `None`."""
+
+    instance: ref[Optimizer] = field(compare=False)
+    kind: tuple[object, ...]
+
+    @classmethod
+    def of(cls, optimizer: Optimizer) -> ObservedOptimizer:
+        """Look at an optimizer; learning rates may change."""
+        groups = tuple(
+            (tuple(map(id, group["params"])), tuple(
+                (name, bool(value) if isinstance(value, float) else value)
+                for name, value in group.items()
+                if name != "lr" and isinstance(value, bool | int | float | str | None)))
+            for group in optimizer.param_groups)
+        return cls(ref(optimizer), (type(optimizer), groups))
+
+    def __call__(self) -> Optimizer | None:
+        return self.instance()
 
 
 def observe(observer: ObservingForward) -> None:

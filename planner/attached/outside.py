@@ -14,14 +14,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from weakref import ref
-
-from torch.optim import Optimizer
 
 from planner._graph_capture.capture import CapturedStep
 from planner._graph_capture.plain_step.loss import Until
 from planner._graph_capture.plain_step.observed_loss import ObservedLoss
 from planner._graph_capture.training_graph import HELD_IN_FORWARD, LOSS_BACKWARD
+from planner.attached.optimizers import ObservedOptimizer
 from planner.solvers.problem import Schedule
 from planner.solvers.simulator import unroll
 from planner.step.breakdown import saved_buffers
@@ -187,7 +185,7 @@ def _saved_and_ahead(variant: Variant, schedule: Schedule, loss: ObservedLoss | 
 class Known:
     """Memory that a plan counts in addition to the graph."""
 
-    optimizers: tuple[ref[Optimizer], ...] | None
+    optimizers: tuple[ObservedOptimizer, ...] | None
     """The optimizers that step; `None`: the one that the user gave, or not known."""
     outside: Outside
     """Memory kept by others while the graph runs."""

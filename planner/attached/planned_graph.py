@@ -170,7 +170,8 @@ class PlannedGraph:
 
     def saves(self) -> Callable[[], int]:
         """Returns, now or later, the memory that its last call keeps for its backward."""
-        return lambda saved_bytes=self.saved_bytes: saved_bytes
+        saved_bytes = self.saved_bytes
+        return lambda: saved_bytes
 
     def note_pending(self, call: PendingCall) -> bool:
         """Note that another call begins before the backward of this one; return whether it keeps

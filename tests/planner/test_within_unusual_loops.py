@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
@@ -674,3 +674,30 @@ def test_calls_that_run_as_written_are_not_watched_for_ever(monkeypatch):
         optimizer.zero_grad()
     assert planner.status(net).planned_steps == 0
     assert len(watched) < 8
+
+
+def test_an_optimizer_that_is_made_for_each_task_makes_no_plan_of_its_own():
+    """As in first-order meta-learning: the outer optimizer steps with gradients of inner ones."""
+    def train(net: nn.Module) -> Iterator[int]:
+        outer = torch.optim.AdamW(net.parameters(), lr=1e-3)
+        for seed in range(6):
+            torch.manual_seed(seed)
+            before = copy.deepcopy(net.state_dict())
+            for _ in range(2):
+                inner = torch.optim.SGD(net.parameters(), lr=0.01)
+                for _ in range(2):
+                    inner.zero_grad()
+                    net(torch.randn(128, 32)).square().mean().backward()
+                    inner.step()
+            net.load_state_dict(before)
+            outer.step()
+            outer.zero_grad()
+            yield 0 if net is plain else planner.status(net).plans
+
+    plain = layers()
+    net = planner.within(copy.deepcopy(plain), "85%", time_limit=1)
+    list(train(plain))
+    plans = list(train(net))
+    assert plans[1] == plans[-1]
+    for mine, theirs in zip(net.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(mine, theirs)
