@@ -164,9 +164,15 @@ def _of_memory(plan: Plan, variant: Variant, timeline: Timeline) -> Iterator[str
             "forward_backward_peak_bytes": budget.resident_bytes + net_bytes,
             "peak_bytes": max(plan.forward_backward_peak_bytes, budget.optimizer_step_bytes)}
         for region in plan.spec.regions:
+            where = region.block or "the model"
+            if not region.code and plan.device == "cpu" and region.forward and region.backward:
+                yield f"the memory of the code of {where} is missing"
             for code in region.code:
                 if code.left_bytes > code.peak_bytes:
-                    yield f"the code of {region.block or 'the model'} leaves more than its peak"
+                    yield f"the code of {where} leaves more than its peak"
+                if code.peak_bytes > plan.forward_backward_peak_bytes:
+                    yield (f"the code of {where} takes {code.peak_bytes} bytes, the plan says "
+                           f"{plan.forward_backward_peak_bytes} of the whole step")
     for name, value in expected.items():
         if getattr(plan, name) != value:
             yield (f"{name}: the simulator finds {_shown(value)}, the plan says "

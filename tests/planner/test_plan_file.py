@@ -113,6 +113,26 @@ def test_saving_writes_to_a_pipe_or_a_device(tmp_path):
     assert os.listdir(tmp_path) == ["pipe"]
 
 
+@pytest.mark.skipif(not os.path.exists("/proc/self/fd"), reason="needs /proc")
+def test_saving_writes_to_a_pipe_that_has_no_path(tmp_path):
+    reading, writing = os.pipe()
+    with ThreadPoolExecutor() as pool, os.fdopen(reading) as stream:
+        read = pool.submit(stream.read)
+        make_plan().save(f"/proc/self/fd/{writing}")
+        os.close(writing)
+        assert read.result(timeout=30) == dumps(make_plan())
+
+
+def test_a_circle_of_links_or_a_folder_is_no_destination(tmp_path):
+    (tmp_path / "one.json").symlink_to("two.json")
+    (tmp_path / "two.json").symlink_to("one.json")
+    with pytest.raises(OSError, match="one.json"):
+        make_plan().save(tmp_path / "one.json")
+    with pytest.raises(IsADirectoryError, match="new/"):
+        make_plan().save(f"{tmp_path}/new/")
+    assert (tmp_path / "one.json").is_symlink() and not (tmp_path / "new").exists()
+
+
 def test_drafts_of_writers_that_were_killed_are_removed(saved, monkeypatch):
     def killed(descriptor: int) -> None:
         raise KeyboardInterrupt
