@@ -8,8 +8,12 @@ from __future__ import annotations
 
 import datetime
 import math
-from collections.abc import Mapping
+import signal
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
+from types import FrameType
 
 from ortools.math_opt.python import mathopt
 
@@ -41,6 +45,24 @@ _NODE_ROWS_PER_SECOND = 6.7e4
 """Nodes times rows that the search after the root processes in a second."""
 
 
+@contextmanager
+def _interrupted_behind() -> Iterator[None]:
+    """Ctrl-C is handled behind the block.  OR-Tools builds its result in Python code called from C,
+    where an exception is lost."""
+    before = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or not callable(before):
+        yield
+        return
+    seen: list[tuple[int, FrameType | None]] = []
+    signal.signal(signal.SIGINT, lambda number, frame: seen.append((number, frame)))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+        if seen:
+            before(*seen[-1])
+
+
 def optimise(model: mathopt.Model, seconds: float, *, seed: int = 0, gap: float = 0.0,
              nodes: int | None = None, work: float = math.inf, cutting_planes: bool = True,
              hint: Mapping[mathopt.Variable, float] | None = None) -> MilpResult:
@@ -60,13 +82,14 @@ def optimise(model: mathopt.Model, seconds: float, *, seed: int = 0, gap: float 
         time_limit=datetime.timedelta(seconds=seconds), random_seed=seed,
         relative_gap_tolerance=0.0, absolute_gap_tolerance=gap, node_limit=nodes)
     params.threads = 1
-    params.gscip.bool_params["misc/catchctrlc"] = False  # Python raises it after this model
+    params.gscip.bool_params["misc/catchctrlc"] = False  # Python raises it behind this model
     params.presolve = mathopt.Emphasis.LOW  # more of it cost more time than it saved
     if not cutting_planes:
         params.gscip.int_params["separating/maxroundsroot"] = 0
     hints = [] if hint is None else [mathopt.SolutionHint(variable_values=dict(hint))]
-    result = mathopt.solve(model, mathopt.SolverType.GSCIP, params=params,
-                           model_params=mathopt.ModelSolveParameters(solution_hints=hints))
+    with _interrupted_behind():
+        result = mathopt.solve(model, mathopt.SolverType.GSCIP, params=params,
+                               model_params=mathopt.ModelSolveParameters(solution_hints=hints))
     rows, reason = model.get_num_linear_constraints(), result.termination.reason
     if reason in (mathopt.TerminationReason.INFEASIBLE,
                   mathopt.TerminationReason.INFEASIBLE_OR_UNBOUNDED):
