@@ -36,7 +36,7 @@ from planner._graph_capture.torch_compat.dispatch import define_op
 
 _aten = torch.ops.aten
 _LAYOUT = "SymInt[] size, SymInt[] stride, ScalarType dtype, Device device"
-_NUM_LAYOUT = 4
+_LIKE_LAYOUT = "Tensor like, ScalarType dtype"
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +54,13 @@ class _Overwriting:
         written = torch.empty_strided(size, stride, dtype=dtype, device=device)
         result = self.inplace(*others[:self.position], written, *others[self.position:], **kwargs)
         return written if self.position == 0 else (result, written)
+
+    def run_like(self, like: torch.Tensor, dtype: torch.dtype, *others: Any, **kwargs: Any
+                 ) -> torch.Tensor:
+        """The same on memory in the layout of a tensor; the op overwrites its first operand."""
+        written = torch.empty_like(like, dtype=dtype)
+        self.inplace(written, *others, **kwargs)
+        return written
 
     def written(self, results: Any) -> Any:
         """The overwritten operand among the op's results, or among the nodes or values for them."""
@@ -88,30 +95,38 @@ _SCATTERS = frozenset({
 """Ops that copy their second operand, whatever its layout, into a part of the first."""
 
 
-def _define(op: OpOverload, rule: _Overwriting) -> OpOverload:
-    """The op that makes the result of `op` without the operand that it overwrites."""
+def _define(op: OpOverload, rule: _Overwriting, *, like: bool = False) -> OpOverload:
+    """The op that makes the result of `op` without the operand that it overwrites; in a layout that
+    is given in numbers, or is that of another tensor."""
     schema = schema_of(rule.inplace)
-    name = f"fresh_{schema.name.partition('::')[2].removesuffix('_')}"
+    name = f"{'like' if like else 'fresh'}_{schema.name.partition('::')[2].removesuffix('_')}"
     takes, _, gives = str(schema_of(op)).partition("(")[2].rpartition(" -> ")
     others = takes.removesuffix(")").split(", ")
     del others[rule.position]
     overload = f".{schema.overload_name}" if schema.overload_name else ""
-    return define_op(name + overload, f"({', '.join((_LAYOUT, *others))}) -> {gives}", rule.run,
+    layout, run = (_LIKE_LAYOUT, rule.run_like) if like else (_LAYOUT, rule.run)
+    return define_op(name + overload, f"({', '.join((layout, *others))}) -> {gives}", run,
                      tags=tuple({torch.Tag.nondeterministic_seeded} & set(op.tags)))
 
 
 _FRESH: dict[OpOverload, OpOverload] = {op: _define(op, rule) for op, rule in _OVERWRITING.items()}
-_RULES: dict[OpOverload, _Overwriting] = {_FRESH[op]: rule for op, rule in _OVERWRITING.items()}
+_LIKE: dict[OpOverload, OpOverload] = {
+    op: _define(op, rule, like=True) for op, rule in _OVERWRITING.items()
+    if torch.Tag.nondeterministic_seeded in op.tags and rule.position == 0}
+_RULES: dict[OpOverload, tuple[_Overwriting, int]] = {
+    made[op]: (_OVERWRITING[op], layout.count(",") + 1)
+    for made, layout in ((_FRESH, _LAYOUT), (_LIKE, _LIKE_LAYOUT)) for op in made}
+"""By ops defined here; and how many of their arguments describe the result."""
 
 
 def written_in_place(op: OpOverload, args: tuple[Any, ...], out: Any
                      ) -> tuple[OpOverload, tuple[Any, ...]]:
     """The torch op that writes a fresh result, with its arguments; any other op unchanged.  `out`:
     the result."""
-    rule = _RULES.get(op)
-    if rule is None:
+    if op not in _RULES:
         return op, args
-    others, place = args[_NUM_LAYOUT:], rule.position
+    rule, described = _RULES[op]
+    others, place = args[described:], rule.position
     return rule.inplace, (*others[:place], rule.written(out), *others[place:])
 
 
@@ -178,6 +193,14 @@ def _make_fresh(graph: fx.Graph, node: fx.Node) -> None:
                 rule.position == 0 and traced.is_contiguous())):
         _replace(graph, node, _FRESH[node.target], like,
                  (*node.args[:rule.position], *node.args[rule.position + 1:]), node.kwargs)
+    elif node.target in _LIKE and not _is_known(like) and not same_sizes(
+            like.stride(), traced.stride()):
+        source = operand = node.args[0]
+        if operand.target is _aten.empty_like.default and not operand.kwargs.get("memory_format"):
+            source = operand.args[0]
+        new = Emitter(graph, node)(_LIKE[node.target], source, like.dtype, *node.args[1:],
+                                   like=node, **node.kwargs)
+        _put_in_place(graph, node, new)
 
 
 def _alone_reads_random(reader: fx.Node, operand: fx.Node) -> bool:
@@ -194,10 +217,14 @@ def _alone_reads_random(reader: fx.Node, operand: fx.Node) -> bool:
     return False
 
 
+def _is_known(tensor: torch.Tensor) -> bool:
+    """True if its layout has no symbols."""
+    return all(isinstance(number, int) for number in (*tensor.shape, *tensor.stride()))
+
+
 def _has_own_elements(tensor: torch.Tensor) -> bool:
     """True if sizes are known and no two elements of a tensor share memory."""
-    layout = (*tensor.shape, *tensor.stride())
-    return all(isinstance(number, int) for number in layout) and not any(
+    return _is_known(tensor) and not any(
         stride == 0 and size > 1
         for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
@@ -207,10 +234,16 @@ def _replace(graph: fx.Graph, node: fx.Node, target: OpOverload, like: torch.Ten
              ) -> None:
     """Replace a node by a call of a fresh op with the layout of `like`."""
     layout = (list(like.shape), list(like.stride()), like.dtype, like.device)
-    emit, traced = Emitter(graph, node), node.meta["val"]
-    new = emit(target, *layout, *others, like=node, **kwargs)
-    if isinstance(traced, torch.Tensor) and new.meta["val"].stride() != traced.stride():
-        new = emit(_aten.clone.default, new, like=node, memory_format=torch.contiguous_format)
+    _put_in_place(graph, node, Emitter(graph, node)(target, *layout, *others, like=node, **kwargs))
+
+
+def _put_in_place(graph: fx.Graph, node: fx.Node, new: fx.Node) -> None:
+    """Let the readers of a node read another one, in the layout that they were traced with."""
+    traced = node.meta["val"]
+    if isinstance(traced, torch.Tensor) and not same_sizes(
+            new.meta["val"].stride(), traced.stride()):
+        new = Emitter(graph, node)(_aten.clone.default, new, like=node,
+                                   memory_format=torch.contiguous_format)
     node.replace_all_uses_with(new)
     graph.erase_node(node)
     for element in filter(is_tuple_element, new.users):

@@ -126,7 +126,7 @@ def test_saving_writes_to_a_pipe_that_has_no_path(tmp_path):
 def test_a_circle_of_links_or_a_folder_is_no_destination(tmp_path):
     (tmp_path / "one.json").symlink_to("two.json")
     (tmp_path / "two.json").symlink_to("one.json")
-    with pytest.raises(OSError, match="one.json"):
+    with pytest.raises(OSError, match="one"):
         make_plan().save(tmp_path / "one.json")
     with pytest.raises(IsADirectoryError, match="new/"):
         make_plan().save(f"{tmp_path}/new/")

@@ -733,3 +733,40 @@ def test_values_at_larger_sizes_are_the_last_ones():
     call = SimpleNamespace(sizes={"ids": (3, 5)})
     (found,), _ = symbolic_graph.enlarged_arguments({"ids": ids}, call, (ids,), {})
     assert found.tolist() == [[7, 1, 1, 1, 1], [7, 2, 2, 2, 2], [7, 2, 2, 2, 2]]
+
+
+class Noisy(nn.Module):
+    """Random numbers written into memory that is laid out as a transposed tensor is."""
+
+    def __init__(self, noise: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.embed, self.noise = nn.Embedding(50, 32), noise
+        self.inner, self.outer = nn.Linear(32, 32), nn.Linear(32, 32)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        hidden = self.inner(self.embed(tokens).transpose(0, 1)).transpose(0, 1)
+        return self.outer(self.noise(hidden)).float().tanh()
+
+
+@pytest.mark.parametrize("noise", [
+    lambda x: F.dropout(x, 0.1),
+    lambda x: x * torch.empty_like(x).bernoulli_(0.9),
+    lambda x: x + torch.empty_like(x, dtype=torch.float32).normal_(),
+    lambda x: x * torch.empty_like(x).uniform_(0.5, 1.5),
+], ids=["dropout", "bernoulli_", "normal_", "uniform_"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
+def test_random_numbers_are_those_of_the_plain_step_at_any_length(noise, dtype):
+    torch.manual_seed(0)
+    plain = Noisy(noise)
+    model = planner.within(copy.deepcopy(plain), "95%", time_limit=1)
+    for seed, length in enumerate((24, 20, 28)):
+        batch, outputs = tokens(8, length), []
+        for each in (plain, model):
+            torch.manual_seed(seed)
+            each.zero_grad()
+            with torch.autocast("cpu", torch.bfloat16, enabled=dtype is torch.bfloat16):
+                outputs.append(each(batch))
+            outputs[-1].square().mean().backward()
+        assert torch.equal(*outputs)
+        assert_same_gradients(model, plain)
+    assert any(isinstance(graph, SymbolicGraph) for graph in forward_override(model).graphs)
