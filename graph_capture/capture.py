@@ -123,6 +123,8 @@ class Tracing:
             holds_output=self.holds_output, wrapper=self.wrapper)
 
 
+_MOST_OPS_OF_CHUNKS = 3_000
+"""A step is not cut into chunks that have more ops together: of a whole model, not of a loss."""
 Chunks = Sequence[tuple[int, int]]
 """Numbers of chunks to try: of the widest part of a step, and of the insides of its layers."""
 
@@ -437,6 +439,8 @@ def capture_step(
         uses = region_uses(recording, JointVariant(inductor, low_peak=True))
         variants.append(variant(uses, low_peak=True))
 
+    whole_ops = sum(len(use.lowered.ops) for use in uses)
+
     @quiet_fake_tensors()
     @undisturbed_autograd()
     @fewer_collections()
@@ -447,7 +451,10 @@ def capture_step(
         elides_output = not holds_output and loss_fn is None and (uncaptured is None or (
             not inductor and uncaptured.makes_nothing_after(len(recording.calls) - 1)))
         found = []
+        ops_of_chunk = 0.0
         for widest, inner in chunks if symbolic is None else ():
+            if ops_of_chunk * (widest - 1) > _MOST_OPS_OF_CHUNKS:
+                continue
             cut = region_uses(
                 recording, JointVariant(inductor, chunks=widest, inner_chunks=inner),
                 elides_output=elides_output)
@@ -457,6 +464,9 @@ def capture_step(
                 found.append(variant(cut, chunks=(widest, inner)))
             if not has_widest:
                 break
+            if not has_inner:
+                more = sum(len(use.lowered.ops) for use in cut) - whole_ops
+                ops_of_chunk = more / (widest - 1)
         return tuple(found)
 
     return CapturedStep(

@@ -43,6 +43,8 @@ whether more pairs are worth trying."""
 MOST_CHUNKS = (CHUNKS_OF[0], CHUNKS_OF[-1])
 """Those that use the least memory."""
 
+_MOST = 2 ** 31 - 1
+
 _AUTOCAST = ("bf16", "bfloat16", "fp16", "float16")
 
 
@@ -261,13 +263,16 @@ def takes_planning(*, without: Collection[str] = (), **defaults: Any) -> Callabl
 
 
 def check_count(name: str, value: Any, least: int = 1, *, of: str = "") -> int:
-    """Return `value` as an int; raises `TypeError` or `ValueError` if it is below `least` or not
-    whole."""
+    """Return `value` as an int; raises `TypeError` if it is not whole, and `ValueError` if it is
+    below `least` or above all sizes of real steps."""
     if isinstance(value, bool) or not isinstance(value, numbers.Integral):
         raise TypeError(f"{name} must be a whole number{of and f' of {of}'}, got {value!r}")
     count = int(value)
     if count < least:
         raise ValueError(f"{name} must be at least {least}, got {count}")
+    if count > _MOST:
+        raise ValueError(f"{name} must be at most {_MOST}, got a number of {count.bit_length()} "
+                         "bits")
     return count
 
 

@@ -560,8 +560,9 @@ class ObservingForward(CountingForward):
         """Record that the backward of a call has begun; `present`: memory present when the call
         began."""
         graph.is_differentiated_again |= torch.is_grad_enabled()
-        if not pending.begin_backward():
-            return
+        is_first = pending.begin_backward()
+        if not is_first and not self._has_gradients:
+            return  # another output's part of the same backward
         left_bytes = 0
         for before, before_bytes in ((pending.returned_before, present.returned_bytes),
                                      (pending.attributes_before, present.attribute_bytes)):

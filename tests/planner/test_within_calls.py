@@ -549,6 +549,30 @@ def test_what_breaks_a_budget_is_said_once_and_planned_for(caplog):
     assert "the next step is planned with it" in said
 
 
+def test_a_second_backward_through_a_graph_adds_to_the_gradients_of_the_first():
+    def loop(net: nn.Module) -> Callable[[], torch.Tensor]:
+        optimizer = sgd(net)
+
+        def step() -> torch.Tensor:
+            output = net(torch.randn(256, 32))
+            loss = output.sin().mean()
+            loss.backward(retain_graph=True)
+            output.square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss.detach()
+
+        return step
+
+    losses, peaks = run(layers(), loop)
+    net = planner.within(layers(), "85%", time_limit=1)
+    found, measured = run(net, loop)
+    plan = planner.plan_of(net)
+    assert found == losses
+    assert plan.baseline_peak_bytes == pytest.approx(peaks[-1], rel=0.05)
+    assert max(measured[2:]) <= plan.budget_bytes
+
+
 @pytest.mark.skipif(heap_bytes() is None, reason="the C library does not tell of its heap")
 def test_what_the_loop_begins_to_hold_late_is_planned_for(caplog):
     net = planner.within(layers(), 1_500_000, time_limit=1)
