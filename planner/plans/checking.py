@@ -165,8 +165,6 @@ def _of_memory(plan: Plan, variant: Variant, timeline: Timeline) -> Iterator[str
             "peak_bytes": max(plan.forward_backward_peak_bytes, budget.optimizer_step_bytes)}
         for region in plan.spec.regions:
             where = region.block or "the model"
-            if not region.code and plan.device == "cpu" and region.forward and region.backward:
-                yield f"the memory of the code of {where} is missing"
             for code in region.code:
                 if code.left_bytes > code.peak_bytes:
                     yield f"the code of {where} leaves more than its peak"

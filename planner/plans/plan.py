@@ -15,7 +15,12 @@ from typing import Any
 from torch import nn
 
 from planner._apply.rewrite_spec import RewriteSpec
-from planner._graph_capture.training_graph import KernelChoice, OptimizerMemory, ResidentMemory
+from planner._graph_capture.training_graph import (
+    CodeMemory,
+    KernelChoice,
+    OptimizerMemory,
+    ResidentMemory,
+)
 from planner.arguments.parallel import DataParallel
 from planner.plans.decisions import Decision
 from planner.plans.document import Change, Predicted
@@ -93,10 +98,16 @@ class Plan(Predicted):
 
     @property
     def sized_spec(self) -> RewriteSpec:
-        """The rewrite, with a test of the sizes of a step."""
+        """The rewrite, with a test of the sizes of a step, and bounds for code that was not
+        generated when it was planned."""
         from planner.plans.sizes import fits
 
         spec = self.spec
+        if self.backend == "inductor" and not self.offloaded_bytes:
+            most = CodeMemory(self.forward_backward_peak_bytes, self.forward_backward_peak_bytes)
+            spec = replace(spec, regions=tuple(
+                region if region.code else replace(region, code=(most, most))
+                for region in spec.regions))
         return spec if spec.sizes is None else replace(spec, fits=partial(fits, self))
 
     def peak_bytes_at(self, **sizes: int) -> int:

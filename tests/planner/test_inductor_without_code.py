@@ -15,10 +15,11 @@ import planner
 from planner._apply import host_store
 from planner.api import capture
 from planner.arguments import planning
-from planner.plans.file import dumps, loads
+from planner.plans.file import dumps, from_dict, loads
 from planner.search.compiled_search import CompiledSearch
 from planner.search.planning import plan_within
 from planner.step.without_code import bound_without_code
+from tests.support.altered_plans import signed
 from tests.support.compiler import needs_compiler
 from tests.support.inductor import (
     EFFORT,
@@ -93,6 +94,24 @@ def test_such_a_plan_stays_within_its_bound_where_it_runs():
     assert (gradient(applied) - expected).norm() <= 1e-5 * expected.norm()
     measured = measured_peak(applied)
     assert measured + plan.resident_bytes <= plan.peak_bytes <= plan.budget_bytes
+
+
+@needs_compiler
+def test_code_of_a_plan_that_lost_its_figures_stays_within_the_step_or_is_refused():
+    model = make_model(dropout=0.0)
+    prepared = capture(model, batch(), loss_fn=loss_of, backend="inductor")
+    default = plan_within(prepared, None, EFFORT)
+    small = plan_within(prepared, budget_at(prepared, default, 0.6), EFFORT).to_dict()
+    document = default.to_dict()
+    for name in ("forward_backward_peak_bytes", "peak_bytes", "memory"):
+        document["predicted"][name] = small["predicted"][name]
+    document |= {name: small[name] for name in ("memory_timeline", "budget_bytes")}
+    for region in document["regions"]:
+        region["code"] = []
+    plan = from_dict(signed(document))
+    applied = plan.apply(model)
+    with pytest.raises(planner.PlanMismatch, match="code that Inductor generates"):
+        step(applied)
 
 
 def for_h100(ranks, budget):
