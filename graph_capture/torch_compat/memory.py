@@ -131,7 +131,13 @@ def is_zero_tensor(tensor: torch.Tensor) -> bool:
 
 def runs_in_backward() -> bool:
     """True inside of autograd's engine."""
-    return torch._C._current_graph_task_id() != -1
+    return running_backward() is not None
+
+
+def running_backward() -> int | None:
+    """The number of the backward that runs on this thread; `None` outside of one."""
+    number: int = torch._C._current_graph_task_id()
+    return None if number == -1 else number
 
 
 def spanned_elements(tensor: Any) -> int:

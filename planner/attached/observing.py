@@ -560,9 +560,9 @@ class ObservingForward(CountingForward):
         """Record that the backward of a call has begun; `present`: memory present when the call
         began."""
         graph.is_differentiated_again |= torch.is_grad_enabled()
-        is_first = pending.begin_backward()
-        if not is_first and not self._has_gradients:
-            return  # another output's part of the same backward
+        had_begun = pending.has_begun
+        if not pending.begin_backward() or (had_begun and not self._has_gradients):
+            return
         left_bytes = 0
         for before, before_bytes in ((pending.returned_before, present.returned_bytes),
                                      (pending.attributes_before, present.attribute_bytes)):

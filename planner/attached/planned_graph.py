@@ -18,7 +18,7 @@ from planner._apply.planned_code import PlannedCode, is_exchangeable
 from planner._apply.symbolic_code import SymbolicCode
 from planner._graph_capture.plain_step.loss import Until
 from planner._graph_capture.plain_step.observed_loss import ObservedLoss, UnmeasuredLoss
-from planner._graph_capture.torch_compat import backward_keeps_graph
+from planner._graph_capture.torch_compat import backward_keeps_graph, running_backward
 from planner.attached.known import GraphPlanner
 from planner.attached.outside import Known, Moment, Outside, fullest
 from planner.captured_graph import with_least_memory
@@ -327,7 +327,9 @@ class PendingCall:
         self.graph = ref(graph)
         self._saves, self.sizes = graph.saves(), graph.ran_at
         self.has_begun = False
-        """True if its backward has reached the output."""
+        """True if a backward has reached the output."""
+        self._backward: int | None = None
+        """The last one that has."""
         self.returned_before: Sequence[ref[torch.Tensor]] = ()
         """What earlier calls had returned, and the loop still referred to as this one began."""
         self.attributes_before: Sequence[ref[torch.Tensor]] = ()
@@ -340,13 +342,14 @@ class PendingCall:
         return self._saves()
 
     def begin_backward(self) -> bool:
-        """Record that its backward begins; return whether this is the first time."""
-        is_first, self.has_begun = not self.has_begun, True
+        """Record that a backward reaches an output; return whether it is the first that it
+        reaches."""
+        before, self._backward, self.has_begun = self._backward, running_backward(), True
         if not backward_keeps_graph():
             _pending.discard(self)
         elif (graph := self.graph()) is not None:
             graph.is_kept = True
-        return is_first
+        return before is None or before != self._backward
 
 
 _pending: WeakSet[PendingCall] = WeakSet()
