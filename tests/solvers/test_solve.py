@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import signal
+from contextlib import suppress
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from planner.solvers import SOLVERS, InfeasibleBudget, Problem, simulate, solve
+from planner.solvers import SOLVERS, InfeasibleBudget, Problem, milp, simulate, solve
 from planner.solvers.problem import Op, Segment, Storage
 from tests.support.oracle_small import cheapest
 from tests.support.oracles import evaluate, training_chain
@@ -156,3 +159,19 @@ def test_auto_is_never_worse_than_another_solver() -> None:
     best = solve(problem, budget, time_limit=5.0)
     for solver in ("sqrt_n", "dp", "ilp"):
         assert best.cost <= solve(problem, budget, solver=solver, time_limit=5.0).cost * (1 + 1e-9)
+
+
+def test_an_interrupt_during_a_model_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """OR-Tools calls Python from C as it returns, where an exception is dropped."""
+    def interrupted(*_: object, **__: object) -> None:
+        with suppress(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(milp.mathopt, "solve", interrupted)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            milp.optimise(milp.mathopt.Model(), 1.0)
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGINT, before)
