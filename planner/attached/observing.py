@@ -103,6 +103,8 @@ STEPS_LOOKED_AT = 3
 """Steps in which it is looked for what the loop holds beside the model."""
 _STEPS_WATCHED = 6
 """First steps that are watched on a CPU."""
+_OBJECTS_BYTES = 2 ** 17
+"""Growth of the heap that Python's own objects explain."""
 _WATCHING_SHARE = 0.02
 """Part of the time that watching may take, once the first steps are over."""
 
@@ -408,7 +410,7 @@ class ObservingForward(CountingForward):
         if plan is None or plan.budget_bytes is None:
             return False
         close_bytes = CLOSE * plan.budget_bytes
-        return more_bytes > close_bytes and (
+        return more_bytes > max(close_bytes, _OBJECTS_BYTES) and (
             plan.peak_bytes + more_bytes > plan.budget_bytes + close_bytes)
 
     def _watch_next_steps(self) -> None:
