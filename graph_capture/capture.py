@@ -435,11 +435,10 @@ def capture_step(
     else:
         variants = [variant(uses)]
     keeper.check_all_used()
+    whole_ops = sum(len(use.lowered.ops) for use in uses)
     if any(has_low_peak_variant(use.lowered) for use in uses):
         uses = region_uses(recording, JointVariant(inductor, low_peak=True))
         variants.append(variant(uses, low_peak=True))
-
-    whole_ops = sum(len(use.lowered.ops) for use in uses)
 
     @quiet_fake_tensors()
     @undisturbed_autograd()

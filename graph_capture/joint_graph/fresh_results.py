@@ -51,16 +51,17 @@ class _Overwriting:
     def run(self, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype,
             device: torch.device, *others: Any, **kwargs: Any) -> Any:
         """Run the op on newly allocated memory."""
-        written = torch.empty_strided(size, stride, dtype=dtype, device=device)
+        return self._run_into(
+            torch.empty_strided(size, stride, dtype=dtype, device=device), others, kwargs)
+
+    def run_like(self, like: torch.Tensor, dtype: torch.dtype, *others: Any, **kwargs: Any) -> Any:
+        """The same on memory in the layout of a tensor."""
+        return self._run_into(torch.empty_like(like, dtype=dtype), others, kwargs)
+
+    def _run_into(self, written: torch.Tensor, others: tuple[Any, ...], kwargs: Mapping[str, Any]
+                  ) -> Any:
         result = self.inplace(*others[:self.position], written, *others[self.position:], **kwargs)
         return written if self.position == 0 else (result, written)
-
-    def run_like(self, like: torch.Tensor, dtype: torch.dtype, *others: Any, **kwargs: Any
-                 ) -> torch.Tensor:
-        """The same on memory in the layout of a tensor; the op overwrites its first operand."""
-        written = torch.empty_like(like, dtype=dtype)
-        self.inplace(written, *others, **kwargs)
-        return written
 
     def written(self, results: Any) -> Any:
         """The overwritten operand among the op's results, or among the nodes or values for them."""

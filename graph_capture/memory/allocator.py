@@ -86,6 +86,16 @@ def highest_requested_bytes(device: torch.device) -> int:
     return _statistic(device, "peak")
 
 
+def _statistic(device: torch.device, what: str) -> int:
+    # Not `memory_stats`, which takes longer than a call of a planned block may.
+    found = torch.cuda.memory_stats_as_nested_dict(device)
+    if not found:  # before anything was allocated
+        return 0
+    # The allocator of the driver (`cudaMallocAsync`) does not count requests.
+    requested: int = found["requested_bytes"]["all"][what]
+    return requested or int(found["allocated_bytes"]["all"][what])
+
+
 class _Mallinfo(ctypes.Structure):
     """`struct mallinfo2` of glibc."""
 
@@ -112,16 +122,6 @@ def heap_bytes() -> int | None:
         return None
     found = function()
     return int(found.uordblks + found.hblkhd)
-
-
-def _statistic(device: torch.device, what: str) -> int:
-    # Not `memory_stats`, which takes longer than a call of a planned block may.
-    found = torch.cuda.memory_stats_as_nested_dict(device)
-    if not found:  # before anything was allocated
-        return 0
-    # The allocator of the driver (`cudaMallocAsync`) does not count requests.
-    requested: int = found["requested_bytes"]["all"][what]
-    return requested or int(found["allocated_bytes"]["all"][what])
 
 
 def record_stages(stages: Sequence[Callable[[], object]]) -> tuple[AllocationRecord, ...]:

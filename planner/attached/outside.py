@@ -22,7 +22,6 @@ from planner._graph_capture.training_graph import HELD_IN_FORWARD, LOSS_BACKWARD
 from planner.attached.optimizers import ObservedOptimizer
 from planner.solvers.problem import Schedule
 from planner.solvers.simulator import unroll
-from planner.step.breakdown import saved_buffers
 from planner.step.variant import Variant
 
 
@@ -173,7 +172,7 @@ def _saved_and_ahead(variant: Variant, schedule: Schedule, loss: ObservedLoss | 
     timeline = unroll(variant.problem, schedule)
     begin = timeline.first_runs[variant.graph.index_of[LOSS_BACKWARD]]
     saved = sum(variant.problem.storages[buffer].size_bytes
-                for buffer in saved_buffers(variant.graph, timeline))
+                for buffer in variant.kept_buffers(timeline))
     before = max(timeline.memory_bytes[:begin], default=0)
     if loss is not None:
         rise = 0 if loss.forward_peak_bytes is None else loss.peak_bytes - loss.forward_peak_bytes

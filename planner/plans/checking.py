@@ -245,5 +245,9 @@ def _of_dimensions(spec: RewriteSpec, sizes: SymbolicSizes) -> Iterator[str]:
 
 
 def _shown(value: object) -> str:
-    shown = str(value)
-    return shown if len(shown) <= 200 else shown[:197] + "..."
+    return shortened(str(value), 200)
+
+
+def shortened(text: str, most: int) -> str:
+    """The text in so many characters."""
+    return text if len(text) <= most else text[:most - 3] + "..."

@@ -25,7 +25,7 @@ import msgspec
 from planner._apply.rewrite_spec import OpKey, RegionSpec, RewriteSpec
 from planner._graph_capture.training_graph import Phase
 from planner.errors import PlanFileError
-from planner.plans.checking import contradiction
+from planner.plans.checking import contradiction, shortened
 from planner.plans.document import FREE_FIELDS, SCHEMA_VERSION, Document, ops_of, pick
 from planner.plans.plan import Plan
 from planner.plans.writing import dumps as dumps
@@ -106,8 +106,8 @@ def _plan_of(document: Document) -> Plan:
 
 
 def _changed(name: str, words: str) -> PlanFileError:
-    words = words if len(words) <= 600 else words[:597] + "..."
-    return PlanFileError(f"{name}: {words}; the file was changed after it was saved, plan again")
+    return PlanFileError(f"{name}: {shortened(words, 600)}; the file was changed after it was "
+                         "saved, plan again")
 
 
 def _refuse_constant(constant: str) -> None:
@@ -230,8 +230,7 @@ _WORDS = {"object": "an object", "array": "a list", "string": "text", "boolean":
 
 
 def _expected(name: str, words: str, steps: list[str | int], value: object) -> str:
-    shown = ascii(value)
-    shown = shown if len(shown) <= 60 else shown[:57] + "..."
+    shown = shortened(ascii(value), 60)
     return (f"{name} is no plan: expected {words} as {_at(steps) or 'the document'}, got {shown}; "
             "plan again and save to a new file")
 

@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from itertools import accumulate
 
 from planner._graph_capture.training_graph import (
-    HELD_IN_FORWARD,
     MADE_BY_STEP,
     Category,
     Phase,
@@ -36,14 +35,6 @@ def memory_at(graph: TrainingGraph, timeline: Timeline, position: int) -> dict[s
     Sums to `timeline.memory_bytes[position]`.
     """
     return {kind: row[position] for kind, row in memory_over(graph, timeline).items()}
-
-
-def saved_buffers(graph: TrainingGraph, timeline: Timeline) -> list[int]:
-    """Buffers that are kept from the end of the forward to its backward; one as often as it is."""
-    end = max((position for index, position in timeline.first_runs.items()
-               if graph.ops[index].phase is Phase.FORWARD), default=-1)
-    return [each.storage for each in timeline.instances if each.birth <= end < each.death
-            and graph.ops[graph.buffers[each.storage].producer].name != HELD_IN_FORWARD]
 
 
 def memory_over(graph: TrainingGraph, timeline: Timeline) -> dict[Category, list[int]]:

@@ -39,7 +39,6 @@ from planner._graph_capture.torch_compat import (
 from planner._graph_capture.training_graph import LOSS_BACKWARD, Phase
 from planner.solvers.problem import Schedule
 from planner.solvers.simulator import simulate, unroll
-from planner.step.breakdown import saved_buffers
 from planner.step.variant import Variant
 
 
@@ -136,31 +135,31 @@ class SizedPeak:
 
     def saved_bytes_at(self, values: Mapping[str, int]) -> int:
         """Memory that a call keeps from its forward to its backward."""
-        return self._bytes_of(self._saved, values)
+        return self._total_bytes(self._saved, values)
 
     def plain_share_at(self, values: Mapping[str, int]) -> float:
         """What a plain call keeps there, as a multiple of what it does at the planned sizes."""
-        planned_bytes = self._bytes_of(self._plain_saved, self._sizes.largest)
-        return self._bytes_of(self._plain_saved, values) / max(1, planned_bytes)
+        planned_bytes = self._total_bytes(self._plain_saved, self._sizes.largest)
+        return self._total_bytes(self._plain_saved, values) / max(1, planned_bytes)
 
     @cached_property
-    def _saved(self) -> list[int]:
-        variant = self._variant
-        return saved_buffers(variant.graph, unroll(variant.problem, self._schedule))
+    def _saved(self) -> list[str]:
+        return self._kept_under(self._schedule)
 
     @cached_property
-    def _plain_saved(self) -> list[int]:
-        problem = self._variant.problem
-        return saved_buffers(self._variant.graph, unroll(problem, problem.keep_all_schedule))
+    def _plain_saved(self) -> list[str]:
+        return self._kept_under(self._variant.problem.keep_all_schedule)
 
-    def _bytes_of(self, buffers: Sequence[int], values: Mapping[str, int]) -> int:
-        return sum(allocated_bytes(number(self._sizes.buffer_bytes[buffer], values), self._device)
-                   for buffer in buffers)
+    def _kept_under(self, schedule: Schedule) -> list[str]:
+        """Sizes of what a call keeps, as text."""
+        buffers = self._variant.kept_buffers(unroll(self._variant.problem, schedule))
+        return [self._sizes.buffer_bytes[buffer] for buffer in buffers]
 
     def resident_bytes_at(self, values: Mapping[str, int]) -> int:
         """Resident memory where the named sizes have these values."""
-        return (self._variant.budget.resident_bytes + self._inputs_at(values)
-                - self._inputs_at(self._sizes.largest))
+        inputs = self._sizes.input_bytes
+        return (self._variant.budget.resident_bytes + self._total_bytes(inputs, values)
+                - self._total_bytes(inputs, self._sizes.largest))
 
     def _bytes_at(self, values: Mapping[str, int], workspace: Mapping[int, int]) -> int:
         budget, problem = self._variant.budget, self._variant.problem
@@ -191,9 +190,8 @@ class SizedPeak:
         return max(resident_bytes + net_bytes, budget.optimizer_step_bytes + more_kept
                    + resident_bytes - budget.resident_bytes)
 
-    def _inputs_at(self, values: Mapping[str, int]) -> int:
-        return sum(allocated_bytes(number(text, values), self._device)
-                   for text in self._sizes.input_bytes)
+    def _total_bytes(self, texts: Sequence[str], values: Mapping[str, int]) -> int:
+        return sum(allocated_bytes(number(text, values), self._device) for text in texts)
 
     def _workspaces(self, values: Mapping[str, int]) -> dict[int, int]:
         """Workspace by op, as far as it can be measured or follows from the op's code."""

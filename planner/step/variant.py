@@ -8,15 +8,16 @@ recomputed, and counts as extra time.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from planner._graph_capture.training_graph import Phase, TrainingGraph
+from planner._graph_capture.training_graph import HELD_IN_FORWARD, Phase, TrainingGraph
 from planner.solvers.actions import Fetch, Store, as_order
 from planner.solvers.minimum import working_set_floor
 from planner.solvers.offload import relaxed
 from planner.solvers.problem import Problem, Schedule
-from planner.solvers.simulator import Instance, simulate, unroll
+from planner.solvers.simulator import Instance, Timeline, simulate, unroll
 from planner.step.budget import StepBudget
 
 if TYPE_CHECKING:
@@ -69,9 +70,22 @@ class Variant:
 
     def saved_instances(self, schedule: Schedule) -> tuple[Instance, ...]:
         """Results that are alive across the end of forward and loss."""
-        timeline = unroll(self.problem, schedule)
+        return self._instances_across(
+            unroll(self.problem, schedule), lambda phase: phase is not Phase.BACKWARD)
+
+    def kept_buffers(self, timeline: Timeline) -> list[int]:
+        """Buffers that a call keeps from the end of its forward to its backward; one as often as it
+        is."""
+        return [instance.storage for instance in self._instances_across(
+                    timeline, lambda phase: phase is Phase.FORWARD)
+                if self.graph.ops[self.graph.buffers[instance.storage].producer].name
+                != HELD_IN_FORWARD]
+
+    def _instances_across(self, timeline: Timeline, is_before: Callable[[Phase], bool]
+                          ) -> tuple[Instance, ...]:
+        """Results that are alive across the end of some phases."""
         end = max((position for index, position in timeline.first_runs.items()
-                   if self.graph.ops[index].phase is not Phase.BACKWARD), default=-1)
+                   if is_before(self.graph.ops[index].phase)), default=-1)
         return tuple(instance for instance in timeline.instances
                      if instance.birth <= end < instance.death)
 
