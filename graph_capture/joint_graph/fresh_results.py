@@ -5,7 +5,8 @@ an operand, of which it reads only the layout.  The operand uses memory, and can
 it is not initialised.  Here such a call becomes one op that allocates its result and writes it in
 place, as the plain step does: the same kernel on the same layout, so that random numbers are the
 same.  A copy in the layout of its source is a clone, which costs nothing where the source is dead
-then; one that is scattered into another tensor is replaced by its source.
+then; one that is scattered into another tensor is replaced by its source.  Dropout on a CPU is split
+into the fill of its mask and two products.
 
 Other uninitialised memory in the forward, which is written part by part, starts as zeros, so that a
 second run gives the same bytes.
@@ -141,6 +142,8 @@ def make_results_fresh(joint: JointGraph) -> JointGraph:
             _clone(graph, node)
         if node.target in _FRESH and node.users:
             _make_fresh(graph, node)
+        if node.target is _aten.native_dropout.default:
+            _split_dropout(graph, node)
     eliminate_dead_code(graph)
     joint = joint.described_anew()
     last = last_forward_node(joint)
@@ -202,6 +205,26 @@ def _make_fresh(graph: fx.Graph, node: fx.Node) -> None:
         new = Emitter(graph, node)(_LIKE[node.target], source, like.dtype, *node.args[1:],
                                    like=node, **node.kwargs)
         _put_in_place(graph, node, new)
+
+
+def _split_dropout(graph: fx.Graph, node: fx.Node) -> None:
+    """Replace a dropout on a CPU by the ops that its kernel calls: then its mask is drawn again
+    without its operand, and its result made again without another draw."""
+    operand, p, train = node.args
+    if not train or not isinstance(p, float) or not 0 < p < 1 or not all(map(is_tuple_element, node.users)):
+        return
+    mask = node.meta["val"][1]
+    if mask.device.type != "cpu":
+        return
+    emit = Emitter(graph, node)
+    layout = (list(mask.shape), list(mask.stride()), mask.dtype, mask.device)
+    drawn = emit(_FRESH[_aten.bernoulli.p], *layout, 1 - p, like=node)
+    kept = emit(_aten.mul.Tensor, operand, drawn, like=node)
+    result = emit(_aten.mul.Tensor, kept, 1 / (1 - p), like=node)
+    for element in list(node.users):
+        element.replace_all_uses_with((result, drawn)[element.args[1]])
+        graph.erase_node(element)
+    graph.erase_node(node)
 
 
 def _alone_reads_random(reader: fx.Node, operand: fx.Node) -> bool:

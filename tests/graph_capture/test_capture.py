@@ -135,7 +135,8 @@ def test_what_the_user_keeps_is_pinned():
     for pattern, hit in (
         ("blocks.1", lambda op: op.module.startswith("blocks.1")),
         ("blocks.*.up", lambda op: op.module in ("blocks.0.up", "blocks.1.up")),
-        ("aten.native_dropout", lambda op: op.target == "aten.native_dropout.default"),
+        ("checkpoint_planner.fresh_bernoulli",
+         lambda op: op.target == "checkpoint_planner.fresh_bernoulli.float"),
         ("aten.addmm.default", lambda op: op.target == "aten.addmm.default")):
         forward = [op for op in capture(case, keep=(pattern,)).graph.ops
                    if op.phase is Phase.FORWARD and op.digest]

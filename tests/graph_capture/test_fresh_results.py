@@ -100,6 +100,8 @@ FILLS = {
     "transposed": lambda x: x * torch.empty_like(x.transpose(0, 1)).normal_().transpose(0, 1),
     "transposed bernoulli": lambda x: x * torch.empty_like(
         x.transpose(0, 1)).bernoulli_(0.5).transpose(0, 1),
+    "dropout": lambda x: F.dropout(x, 0.1),
+    "dropout of a transposed tensor": lambda x: F.dropout(x.transpose(0, 1), 0.3).transpose(0, 1),
     "wider": lambda x: x * torch.empty(x.shape, dtype=torch.bool).bernoulli_(0.5),
     "twice": lambda x: x * torch.empty_like(x).normal_().mul_(2).bernoulli_(0.5),
     "half": lambda x: x * torch.empty_like(x, dtype=torch.bfloat16).normal_(),
@@ -166,8 +168,16 @@ def test_random_numbers_that_are_overwritten_are_drawn():
     assert sum("normal" in target for target in ops_of("twice")) == 2
 
 
+def test_the_result_of_a_dropout_runs_again_without_a_draw_and_its_mask_without_the_operand():
+    graph = captured(case_of("dropout")).base.graph
+    draws = [op for op in graph.ops if "bernoulli" in op.target]
+    assert len(draws) == 2 and not any(op.inputs for op in draws)
+    assert not any(op.target == "aten.native_dropout.default" for op in graph.ops)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "other"), [
+    ("dropout", lambda x: x * (torch.rand_like(x) < 0.9) / 0.9),
     ("bernoulli", lambda x: F.dropout(x, 0.1, True)),
     ("normal", lambda x: x * (1 + 0.1 * torch.randn_like(x))),
     ("masked positions", lambda x: torch.where(
