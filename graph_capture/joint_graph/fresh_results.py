@@ -36,7 +36,7 @@ from planner._graph_capture.torch_compat import OpOverload, same_sizes, schema_o
 from planner._graph_capture.torch_compat.dispatch import define_op
 
 _aten = torch.ops.aten
-_LAYOUT = "SymInt[] size, SymInt[] stride, ScalarType dtype, Device device"
+_LAYOUT = "SymInt[] size, SymInt[] strides, ScalarType dtype, Device device"
 _LIKE_LAYOUT = "Tensor like, ScalarType dtype"
 
 
@@ -214,11 +214,16 @@ def _split_dropout(graph: fx.Graph, node: fx.Node) -> None:
     if not train or not isinstance(p, float) or not 0 < p < 1 or not all(map(is_tuple_element, node.users)):
         return
     mask = node.meta["val"][1]
-    if mask.device.type != "cpu":
+    if mask.device.type != "cpu" or not (
+            _is_known(mask) or same_sizes(mask.stride(), operand.meta["val"].stride())):
         return
     emit = Emitter(graph, node)
-    layout = (list(mask.shape), list(mask.stride()), mask.dtype, mask.device)
-    drawn = emit(_FRESH[_aten.bernoulli.p], *layout, 1 - p, like=node)
+    sizes, strides = ([
+        number if isinstance(number, int) else emit(query, operand, dimension, like=node)
+        for dimension, number in enumerate(numbers)] for numbers, query in (
+            (mask.shape, _aten.sym_size.int), (mask.stride(), _aten.sym_stride.int)))
+    drawn = emit(_FRESH[_aten.bernoulli.p], sizes, strides, mask.dtype, mask.device, 1 - p,
+                 like=node)
     kept = emit(_aten.mul.Tensor, operand, drawn, like=node)
     result = emit(_aten.mul.Tensor, kept, 1 / (1 - p), like=node)
     for element in list(node.users):

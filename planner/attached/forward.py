@@ -727,7 +727,9 @@ class PlanningForward(ObservingForward):
                     "what was measured in the loop; it runs under the schedule of the smallest "
                     "peak" if graph.is_observed else
                     "what its backward is assumed to meet; until that was seen, it runs under the "
-                    "schedule of the smallest peak", refusal)
+                    "schedule of the smallest peak",
+                    f"{format_bytes(refusal.minimum_bytes)} where "
+                    f"{format_bytes(refusal.budget_bytes)} are allowed" if makes_way else refusal)
         if planner.is_whole != was_whole:
             graph.call = call
         graph.known, graph.is_provisional = counted, known is None
