@@ -5,8 +5,8 @@ an operand, of which it reads only the layout.  The operand uses memory, and can
 it is not initialised.  Here such a call becomes one op that allocates its result and writes it in
 place, as the plain step does: the same kernel on the same layout, so that random numbers are the
 same.  A copy in the layout of its source is a clone, which costs nothing where the source is dead
-then; one that is scattered into another tensor is replaced by its source.  Dropout on a CPU is split
-into the fill of its mask and two products.
+then; one that is scattered into another tensor is replaced by its source.  Dropout on a CPU becomes
+the fill of its mask and two products.
 
 Other uninitialised memory in the forward, which is written part by part, starts as zeros, so that a
 second run gives the same bytes.
@@ -211,7 +211,8 @@ def _split_dropout(graph: fx.Graph, node: fx.Node) -> None:
     """Replace a dropout on a CPU by the ops that its kernel calls: then its mask is drawn again
     without its operand, and its result made again without another draw."""
     operand, p, train = node.args
-    if not train or not isinstance(p, float) or not 0 < p < 1 or not all(map(is_tuple_element, node.users)):
+    if not (train and isinstance(p, float) and 0 < p < 1 and all(
+            map(is_tuple_element, node.users))):
         return
     mask = node.meta["val"][1]
     if mask.device.type != "cpu" or not (
