@@ -127,6 +127,7 @@ def test_a_plan_within_the_budget_or_the_smallest_that_works(prepared, default, 
     assert "activations" in str(refusal.value)
 
 
+@pytest.mark.slow
 def test_categories_account_for_every_byte(tight):
     assert sum(tight.memory.values()) == tight.peak_bytes
 
@@ -154,6 +155,7 @@ def test_planning_changes_nothing_and_runs_no_kernel(default):
 # --- Steps for real -------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_compiled_step_takes_what_was_predicted_and_its_gradients_are_right(tight):
     model = make_model()
     applied = tight.apply(model)

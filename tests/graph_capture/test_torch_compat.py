@@ -56,6 +56,7 @@ def test_a_version_that_nobody_knows_is_tried(monkeypatch):
         requirements.require(module)
 
 
+@pytest.mark.slow
 def test_the_first_use_raises_it():
     code = ("import torch._functorch.partitioners as p; del p._extract_fwd_bwd_modules\n"
             "import planner, torch\n"

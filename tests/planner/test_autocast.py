@@ -59,8 +59,8 @@ def test_a_step_without_it_is_refused_in_words():
     assert planner.steps_of(applied).planned == 1
 
 
-@pytest.mark.parametrize("dtype", [
-    "autocast", pytest.param("parameters", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["autocast", "parameters"])
 def test_a_wrong_gradient_is_seen_below_the_rounding_of_the_dtype(monkeypatch, dtype):
     case = BUILDERS["llama"](layers=1)
     if dtype == "parameters":

@@ -121,6 +121,7 @@ def for_h100(ranks, budget):
         time_limit=5, parallel=RANKS[ranks], hold_output=False)
 
 
+@pytest.mark.slow
 @needs_compiler
 def test_compiled_steps_store_results_on_the_host():
     """A substitute is the host of this CPU (`apply.host_store`)."""

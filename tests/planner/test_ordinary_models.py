@@ -47,6 +47,7 @@ class Unrolled(nn.Module):
         return state
 
 
+@pytest.mark.slow
 def test_the_gates_of_a_cell_are_counted_once():
     check(Unrolled, (torch.linspace(-1, 1, 512 * 64).view(512, 64),), 0.46)
 

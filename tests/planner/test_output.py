@@ -261,6 +261,7 @@ def test_an_applied_plan_gives_parameters_that_the_loss_does_not_reach_no_gradie
     assert net.second.weight.grad is net.second.bias.grad is None
 
 
+@pytest.mark.slow
 def test_a_cache_that_the_planned_step_does_not_make_is_missed_aloud():
     """A call without its prefix would go on, with another loss."""
     transformers = pytest.importorskip("transformers")

@@ -185,6 +185,7 @@ class Pyramid(nn.Module):
         return self.head(F.interpolate(fine, scale_factor=2, mode="bilinear")).square().mean()
 
 
+@pytest.mark.slow
 def test_an_interpolation_is_one_op_at_every_size(monkeypatch):
     torch.manual_seed(0)
     model, images = Pyramid(), [torch.randn(2, 3, side, side) for side in (16, 24, 20)]

@@ -381,6 +381,7 @@ def test_a_pickle_keeps_what_was_asked_for():
     assert planner.plan_of(loaded).recompute_flops > 0
 
 
+@pytest.mark.slow
 def test_by_blocks():
     batches = [batch(size, seed=size) for size in (16, 8, 20, 16)]
     plain, plain_peaks = train(model(), batches)

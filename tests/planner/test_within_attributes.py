@@ -112,6 +112,7 @@ def test_what_is_left_in_attributes_is_counted(leave):
     assert max(planned.peaks) <= 0.65 * max(plain.peaks)
 
 
+@pytest.mark.slow
 def test_what_is_left_in_attributes_by_calls_of_any_size():
     plain = _train(Net(_view), _LENGTHS)
     planned = _train(Net(_view), _LENGTHS, "65%")
@@ -119,7 +120,8 @@ def test_what_is_left_in_attributes_by_calls_of_any_size():
     assert max(planned.peaks) <= 0.65 * max(plain.peaks)
 
 
-@pytest.mark.parametrize("losses_from", [0, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("losses_from", [0])
 def test_losses_in_attributes_of_calls_of_any_size(losses_from):
     plain = _train(Net(_loss), _LENGTHS, losses_from=losses_from)
     planned = _train(Net(_loss), _LENGTHS, "70%", losses_from)
@@ -127,6 +129,7 @@ def test_losses_in_attributes_of_calls_of_any_size(losses_from):
     assert max(planned.peaks[losses_from + 1:]) <= 0.7 * max(plain.peaks)
 
 
+@pytest.mark.slow
 def test_an_activation_in_an_attribute_of_which_the_loop_makes_a_loss():
     def make() -> Net:
         net = Net(lambda block, weights: None)

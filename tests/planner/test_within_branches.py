@@ -173,6 +173,7 @@ class Normalized(nn.Module):
         return x + self.layers(x)
 
 
+@pytest.mark.slow
 def test_a_buffer_may_decide_that_nothing_else_reads():
     torch.manual_seed(0)
     plain = nn.Sequential(Normalized(), Normalized())
@@ -490,9 +491,8 @@ class Causal(nn.Module):
         return self.head(self.body(embedded, embedded, tgt_mask=mask)).square().mean()
 
 
-@pytest.mark.parametrize("given", [
-    pytest.param("argument", marks=pytest.mark.slow),
-    pytest.param("buffer", marks=pytest.mark.slow), "made inside"])
+@pytest.mark.slow
+@pytest.mark.parametrize("given", ["argument", "buffer", "made inside"])
 def test_masks_of_floats_are_looked_at_as_in_the_plain_step(given):
     torch.manual_seed(0)
     plain, mask = Causal(given), nn.Transformer.generate_square_subsequent_mask(16)
@@ -591,6 +591,7 @@ class Adaptive(nn.Module):
         return x
 
 
+@pytest.mark.slow
 def test_the_step_size_of_a_differential_equation_may_follow_from_values():
     plain = Adaptive()
     net = planner.within(copy.deepcopy(plain), "70%", time_limit=1)

@@ -115,6 +115,7 @@ def crops(net: nn.Module) -> Callable[[], torch.Tensor]:
     return step
 
 
+@pytest.mark.slow
 def test_calls_of_two_sizes_that_hold_memory_at_once():
     losses, peaks = run(layers(), crops)
     net = planner.within(layers(), "80%", time_limit=1)
@@ -386,7 +387,8 @@ def test_training_by_another_method_is_said_at_once():
     assert status.last_reason in str(status)
 
 
-@pytest.mark.parametrize("as_before", [pytest.param(0, marks=pytest.mark.slow), 2])
+@pytest.mark.slow
+@pytest.mark.parametrize("as_before", [0, 2])
 def test_a_forward_that_replaces_the_planned_one_is_planned(as_before):
     """A trainer that adds a loss head of its own to the model it is given."""
 
@@ -466,6 +468,7 @@ def adversaries(discriminator: nn.Module) -> Callable[[], torch.Tensor]:
     return step
 
 
+@pytest.mark.slow
 def test_a_percentage_is_of_the_whole_step_of_two_models():
     losses, peaks = run(layers(), adversaries)
     net = planner.within(layers(), "90%", time_limit=1)
@@ -515,6 +518,7 @@ def dcgan(discriminator: nn.Module) -> Callable[[], torch.Tensor]:
     return step
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_calls_that_need_more_make_others_keep_less():
     losses, peaks = run(images(generates=False), dcgan)

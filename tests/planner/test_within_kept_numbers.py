@@ -131,12 +131,12 @@ def test_numbers_that_are_only_kept_break_no_graph(note):
 
 
 @pytest.mark.filterwarnings("ignore:.*:UserWarning")
-@pytest.mark.parametrize("note", [_branch, *(
-    pytest.param(each, marks=pytest.mark.slow) for each in (
-        _computed, _factor, _read_by_others, _counted_list))])
+@pytest.mark.slow
+@pytest.mark.parametrize("note", [_branch, _computed, _factor, _read_by_others, _counted_list])
 def test_numbers_that_code_computes_with_are_right(note):
     check(note, "90%")
 
 
+@pytest.mark.slow
 def test_numbers_among_the_outputs():
     check(_attribute, "95%", lambda x: (x, x.mean().item(), {"n": int((x > 0).sum())}))

@@ -284,6 +284,7 @@ def test_where_the_loop_holds_the_output_the_budget_is_refused_once_that_is_seen
         model(ids)
 
 
+@pytest.mark.slow
 def test_outputs_in_a_tuple_keep_their_places():
     """A key-value cache in a tuple is not left out: what is behind it would move."""
     transformers = pytest.importorskip("transformers")

@@ -101,8 +101,9 @@ def _torch_generator(model):
         output.shape, generator=model.noise))
 
 
-@pytest.mark.parametrize("change", [
-    _global, _dict, _object, _attribute_of_object, _tensor, _numpy_generator, _torch_generator])
+@pytest.mark.parametrize("change", [_tensor, *(
+    pytest.param(change, marks=pytest.mark.slow) for change in (
+        _global, _dict, _object, _attribute_of_object, _numpy_generator, _torch_generator))])
 def test_state_outside_of_the_model_changes_once(change):
     traces = []
     for is_planned in (False, True):
@@ -169,6 +170,7 @@ class Counting(Blocks):
         return self.last(x)
 
 
+@pytest.mark.slow
 def test_values_are_learned_of_the_call_that_follows():
     logs: list[list[float]] = [[], []]
     plain, planned = map(Counting, logs)
@@ -182,7 +184,7 @@ def test_values_are_learned_of_the_call_that_follows():
         assert planned.calls == plain.calls and logs[1] == logs[0]
 
 
-@pytest.mark.parametrize("where", ["attribute", "list"])
+@pytest.mark.parametrize("where", [pytest.param("attribute", marks=pytest.mark.slow), "list"])
 def test_losses_that_a_call_leaves_elsewhere_are_planned(where):
     """Auxiliary losses of a mixture of experts, in a list of the model or of the loop."""
     class Auxiliary(Blocks):
@@ -224,7 +226,7 @@ class TwoOutputs(Blocks):
         return self.last(hidden), hidden
 
 
-@pytest.mark.parametrize("swapped", [False, True])
+@pytest.mark.parametrize("swapped", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_two_backwards_through_two_outputs(swapped):
     nets = [TwoOutputs(), planner.within(TwoOutputs(), "85%", time_limit=1)]
     for rows in (1024, 1024, 1024, 1200, 1024):
@@ -239,6 +241,7 @@ def test_two_backwards_through_two_outputs(swapped):
         assert_same_gradients(*nets)
 
 
+@pytest.mark.slow
 def test_a_number_of_the_clocks_is_planned_at_each_size():
     """Code that takes another path whenever it runs has no graph for all sizes."""
     ticks = iter(range(10_000))
@@ -268,6 +271,7 @@ def test_a_warning_does_not_break_the_graph():
     assert len(plan.spec.regions) == 1
 
 
+@pytest.mark.slow
 def test_a_step_that_raises_after_sizes_have_varied():
     """The loop skips a batch that the model refuses; torch gives up on code that raises."""
     class Refusing(Blocks):

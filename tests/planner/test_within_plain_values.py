@@ -46,10 +46,9 @@ def _train(calls, *, breaks=False):
     return planner.status(net)
 
 
-@pytest.mark.parametrize("breaks", [False, True])
-@pytest.mark.parametrize("varied", [
-    lambda number: {"files": [f"{number}.png", f"{number + 1}.png"]},
-    lambda number: {"step": number}])
+@pytest.mark.parametrize(("varied", "breaks"), [
+    (lambda number: {"files": [f"{number}.png", f"{number + 1}.png"]}, False),
+    pytest.param(lambda number: {"step": number}, True, marks=pytest.mark.slow)])
 def test_what_no_code_reads_makes_no_plan(varied, breaks, caplog):
     expected = _train([{}] * 8, breaks=breaks).plans
     with caplog.at_level(logging.WARNING, "planner"):
@@ -57,6 +56,7 @@ def test_what_no_code_reads_makes_no_plan(varied, breaks, caplog):
     assert "the argument" not in caplog.text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("breaks", [False, True])
 def test_a_number_that_is_read_makes_no_plan_of_its_own(breaks, caplog):
     expected = _train([{}] * 8, breaks=breaks).plans
@@ -67,6 +67,7 @@ def test_a_number_that_is_read_makes_no_plan_of_its_own(breaks, caplog):
     assert "the argument" not in caplog.text
 
 
+@pytest.mark.slow
 def test_a_number_that_decides_a_size_is_told_once(caplog):
     with caplog.at_level(logging.WARNING, "planner"):
         status = _train({"kept": 0.9 ** number} for number in range(1, 7))
@@ -74,6 +75,7 @@ def test_a_number_that_decides_a_size_is_told_once(caplog):
     assert caplog.text.count("the argument kept has other values from call to call") == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("breaks", [False, True])
 def test_two_values_that_take_turns_have_a_graph_each(breaks):
     status = _train(({"weight": (0.5, 2.0)[number % 2]} for number in range(8)), breaks=breaks)
@@ -93,6 +95,7 @@ class Packed(nn.Module):
         return self.layers(x).square().mean()
 
 
+@pytest.mark.slow
 def test_an_argument_that_no_op_reads_may_have_any_size(caplog):
     caplog.set_level(logging.INFO, logger="planner")
     net, x = planner.within(Packed(), "90%", time_limit=1), torch.randn(64, 32)
@@ -127,6 +130,7 @@ class Headed(nn.Module):
         return self.heads[task](self.body(x))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("calls", [((0, 200), (1, 64), (2, 128)), ((0, 200), (1, 64))])
 def test_calls_of_one_step_with_a_number_and_a_size_each_are_planned_once(calls):
     torch.manual_seed(0)

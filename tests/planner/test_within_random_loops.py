@@ -178,7 +178,7 @@ def check(seed: int) -> None:
             f"seed {seed}, step {number}: {peak_bytes} of {share * largest_bytes:.0f}, {loop}")
 
 
-@pytest.mark.parametrize("seed", [5, 143])
+@pytest.mark.parametrize("seed", [pytest.param(5, marks=pytest.mark.slow), 143])
 def test_a_random_loop_is_within_its_budget(seed):
     check(seed)
 

@@ -108,9 +108,10 @@ def train(net: nn.Module, call, rows, steps=STEPS) -> tuple[list, list, list[int
 
 
 @pytest.mark.compat
-@pytest.mark.parametrize("rows", [(256,), (256, 192, 128)], ids=["one size", "sizes"])
-@pytest.mark.parametrize("combine", [
-    _temperature, _computed, _of_a_dict, _annealed_by_itself, _counter, _gumbel])
+@pytest.mark.parametrize(("combine", "rows"), [
+    *((combine, (256,)) for combine in (_temperature, _computed, _annealed_by_itself)),
+    *(pytest.param(combine, (256, 192, 128), marks=pytest.mark.slow)
+      for combine in (_of_a_dict, _counter, _gumbel))])
 def test_a_number_that_changes_is_an_input_of_the_graph(combine, rows):
     plain = train(net := Net(combine), net, rows)
     net = Net(combine)
@@ -134,6 +135,7 @@ def test_a_plan_serves_numbers_that_change(combine):
     assert found[2][2:] == found[2][2:3] * (STEPS - 2)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:parts of the model are compiled anew")
 @pytest.mark.parametrize("combine", [_other_branch, _text, _size])
 def test_numbers_that_decide_are_constants(combine):
@@ -143,6 +145,7 @@ def test_numbers_that_decide_are_constants(combine):
     assert train(net, net, (256,))[:2] == plain[:2]
 
 
+@pytest.mark.slow
 def test_a_graph_that_a_number_rules_out_is_compiled_once():
     net = Net(_other_branch)
     planner.within(net, "75%", time_limit=1)

@@ -55,6 +55,7 @@ def test_the_largest_batch_of_an_hf_target(tmp_path):
     assert planner.load(path).budget_bytes == 2_000_000
 
 
+@pytest.mark.slow
 def test_the_longest_sequence_of_an_hf_target():
     found = json.loads(run("max-seq", *TINY_GPT2, "--batch", "2", "--budget", "900MB", "--no-plan",
                            "--smallest", "60", "--json").stdout)
