@@ -177,8 +177,8 @@ class ObservingForward(CountingForward):
         self._unforeseen_bytes = 0
         """Memory by which a step exceeded what its plans predicted, where that broke the budget."""
         self._looks_until = STEPS_LOOKED_AT
-        self._heap_bytes: int | None = None
-        """The largest heap of the process as a step began that was watched."""
+        self._most_heap_bytes = 0
+        """The largest heap of the process as a step began that was watched; 0: none is known."""
         self._steps_to_watch = _STEPS_WATCHED
         self._steps_to_skip = 0
         """Steps that are not watched on a CPU, so that watching takes a small share of the time."""
@@ -396,11 +396,12 @@ class ObservingForward(CountingForward):
         if running_node_number() is not None or group_of(self.__self__):
             return
         heap = heap_bytes() if device.type == "cpu" and not self._graphs_of_step else None
-        if heap is not None and self._exceeds_with(heap - (self._heap_bytes or heap)):
+        before = self._most_heap_bytes
+        if heap and before and self._exceeds_with(heap - before):
             self._looks_until = self._counts.steps + 1  # the loop holds more than it did
             self._watch_next_steps()
         if device.type == "cuda" or self._steps_to_watch > 0 or self._steps_to_skip <= 0:
-            self._heap_bytes = max(heap or 0, self._heap_bytes or 0) or None
+            self._most_heap_bytes = max(heap or 0, before)
             begin_measuring(self, device, lambda: self._tensors_held(args, kwargs),
                             is_complete=self._is_looked_at, existed=self._loop.existed)
 
