@@ -31,7 +31,7 @@ from planner.solvers.task import Algorithm, Proposal, Task
 
 WORK, WORK_PER_OP = 2.5, 5e-4
 """Default work (see `solvers.milp.MilpResult`) of the whole search."""
-WORK_OF_GAP, WIDEST_GAP = 40.0, 0.2
+WORK_OF_GAP, WIDEST_GAP = 100.0, 0.1
 """Additional work of a default search, times the gap that the first turns leave, or at most this
 one."""
 MOST_WORK_PER_OP = 0.06
@@ -44,7 +44,7 @@ PATIENCE_OF_SETTLED = 0.15
 """Like `PATIENCE`, once the MILP is settled; of the work without that of the gap."""
 LOCAL_SHARE = 0.5
 """Work of local search relative to the MILP; less if it finds nothing."""
-FIRST_TURN_MOVES = 48_000
+FIRST_TURN_MOVES = 6_000
 FIRST_TURNS = 3
 """Turns of the MILP before the simple stages and local search."""
 LARGE = 2_000

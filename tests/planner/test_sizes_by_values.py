@@ -422,13 +422,11 @@ class Residual(nn.Module):
 
 
 class Codec(nn.Module):
-    """With `codes`, no gradient reaches the layers before them, which share code with later ones.
-    """
+    """No gradient reaches the layers before the codes, which share code with later ones."""
 
-    def __init__(self, *, codes: bool) -> None:
+    def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.codes = codes
         self.encoder = nn.ModuleList([Padded(1, 8), Residual(8), Padded(8, 16), Residual(16)])
         self.embed = nn.Embedding(16, 16)
         self.decoder = nn.ModuleList([Residual(16), Padded(16, 8), Residual(8), Padded(8, 1)])
@@ -436,17 +434,15 @@ class Codec(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for layer in self.encoder:
             x = layer(x)
-        if self.codes:
-            x = self.embed(x.argmax(1)).transpose(1, 2)
+        x = self.embed(x.argmax(1)).transpose(1, 2)
         for layer in self.decoder:
             x = layer(x)
         return x
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("codes", [False, True])
-def test_code_that_torch_shares_between_blocks_of_other_widths(codes):
-    plain = Codec(codes=codes)
+def test_code_that_torch_shares_between_blocks_of_other_widths():
+    plain = Codec()
     model = planner.within(copy.deepcopy(plain), "110%", time_limit=1)
     for step in range(4):
         x = torch.randn(4, 1, 512, generator=torch.Generator().manual_seed(step))
@@ -527,7 +523,7 @@ class Mixture(nn.Module):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "steps"), [("where", 8), ("mask", 8), ("hit", 2)])
+@pytest.mark.parametrize(("kind", "steps"), [("where", 8), ("hit", 2)])
 def test_experts_that_get_more_tokens_in_later_steps(kind, steps):
     batches = [torch.randn(512, 32, generator=torch.Generator().manual_seed(seed))
                for seed in range(steps)]

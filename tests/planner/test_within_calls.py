@@ -305,8 +305,7 @@ def test_models_of_one_step_share_its_budget():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("width", "budget"), [(64, "65%"), (256, "75%")])
-def test_a_model_leaves_room_to_another_that_is_called_before_its_backward(width, budget):
+def test_a_model_leaves_room_to_another_that_is_called_before_its_backward():
     def loop(net: nn.Module) -> Callable[[], torch.Tensor]:
         maker, judge = net
         optimizers = sgd(maker), sgd(judge)
@@ -328,18 +327,17 @@ def test_a_model_leaves_room_to_another_that_is_called_before_its_backward(width
         return step
 
     def models() -> nn.ModuleList:
-        return nn.ModuleList([layers(depth=16), nn.Sequential(nn.Linear(32, width))])
+        return nn.ModuleList([layers(depth=16), nn.Sequential(nn.Linear(32, 64))])
 
     losses, peaks = run(models(), loop)
     net = models()
     for each in net:
-        planner.within(each, budget, time_limit=1)
+        planner.within(each, "65%", time_limit=1)
     found, measured = run(net, loop)
     plan = planner.plan_of(net[0])
     assert found == losses
     assert max(measured[2:]) <= plan.budget_bytes
-    assert plan.budget_bytes == pytest.approx(
-        float(budget[:-1]) / 100 * max(peaks), rel=0.1)
+    assert plan.budget_bytes == pytest.approx(0.65 * max(peaks), rel=0.1)
     assert not net[0].forward.graphs[0].is_lean and plan.overhead < 0.25
 
 

@@ -69,11 +69,6 @@ def _branch(layer, h):
     layer.known["high"] = layer.known.get("high", 0) + (value > 0.2)
 
 
-def _computed(layer, h):
-    layer.last = 0.9 * layer.last + 0.1 * h.mean().item()
-    layer.noted.append(round(h.std().item(), 3))
-
-
 def _factor(layer, h):
     layer.last = h.detach().abs().amax().item()
     return 1 / layer.last
@@ -132,7 +127,7 @@ def test_numbers_that_are_only_kept_break_no_graph(note):
 
 @pytest.mark.filterwarnings("ignore:.*:UserWarning")
 @pytest.mark.slow
-@pytest.mark.parametrize("note", [_branch, _computed, _factor, _read_by_others, _counted_list])
+@pytest.mark.parametrize("note", [_branch, _factor, _read_by_others, _counted_list])
 def test_numbers_that_code_computes_with_are_right(note):
     check(note, "90%")
 

@@ -87,7 +87,7 @@ def in_any_order(rank: int, how: str, is_wrapped_first: bool) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", ["bucket views", "fsdp2", "offloaded"])
+@pytest.mark.parametrize("how", ["bucket views", "offloaded"])
 def test_losses_and_budget_in_any_order(how):
     """Every other kind of wrapper comes before the budget."""
     on_ranks(in_any_order, how, WRAPPERS.index(how) % 2 == 0)
