@@ -22,6 +22,7 @@ from collections import deque
 from collections.abc import Iterator
 from itertools import accumulate
 
+from planner.solvers.incremental import drop_recomputes
 from planner.solvers.lazy import EvictionHeuristic, counted_walk
 from planner.solvers.local_search import descend, move_work
 from planner.solvers.problem import Order, Problem
@@ -125,9 +126,12 @@ def minimum_peak(problem: Problem, *, seed: int = 0, target_bytes: int = 0, shar
             if peak_bytes > target_bytes and its_seed == seed and known == problem:
                 return best
     descent = Descent(problem, seed)
-    if not descent.reaches(target_bytes, share=share) and share == 1.0:
-        _ended.appendleft((problem, seed, descent.best_peak, descent.best))
-    return descent.best
+    descent.reaches(target_bytes, share=share)
+    best = drop_recomputes(problem, target_bytes, descent.best)
+    peak_bytes = simulate(problem, best).peak_bytes
+    if share == 1.0 and peak_bytes > target_bytes:
+        _ended.appendleft((problem, seed, peak_bytes, best))
+    return best
 
 
 class Descent:
