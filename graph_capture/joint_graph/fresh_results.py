@@ -219,12 +219,15 @@ def _split_dropout(graph: fx.Graph, node: fx.Node) -> None:
             _is_known(mask) or same_sizes(mask.stride(), operand.meta["val"].stride())):
         return
     emit = Emitter(graph, node)
-    sizes, strides = ([
-        number if isinstance(number, int) else emit(query, operand, dimension, like=node)
-        for dimension, number in enumerate(numbers)] for numbers, query in (
-            (mask.shape, _aten.sym_size.int), (mask.stride(), _aten.sym_stride.int)))
-    drawn = emit(_FRESH[_aten.bernoulli.p], sizes, strides, mask.dtype, mask.device, 1 - p,
-                 like=node)
+
+    def arguments(numbers: Sequence[int], query: OpOverload) -> list[Any]:
+        """The numbers, where they are symbolic as the operand's own."""
+        return [number if isinstance(number, int) else emit(query, operand, dimension, like=node)
+                for dimension, number in enumerate(numbers)]
+
+    drawn = emit(
+        _FRESH[_aten.bernoulli.p], arguments(mask.shape, _aten.sym_size.int),
+        arguments(mask.stride(), _aten.sym_stride.int), mask.dtype, mask.device, 1 - p, like=node)
     kept = emit(_aten.mul.Tensor, operand, drawn, like=node)
     result = emit(_aten.mul.Tensor, kept, 1 / (1 - p), like=node)
     for element in list(node.users):
