@@ -72,7 +72,7 @@ def test_another_buffer_shows_at_once(plan):
 def test_another_dropout_probability_shows_in_the_first_step(plan):
     case = changed()
     case.model.blocks[1].drop.p = 0.5
-    assert "blocks.1.drop/checkpoint_planner.fresh_bernoulli" in refusal(plan, case)
+    assert "blocks.1.drop/checkpoint_planner.fresh_bernoulli.float#0" in refusal(plan, case)
 
 
 @pytest.mark.parametrize("size", [{"batch": 3}, {"seq": 12}])

@@ -523,7 +523,7 @@ class Mixture(nn.Module):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "steps"), [("where", 8), ("hit", 2)])
+@pytest.mark.parametrize(("kind", "steps"), [("where", 8), ("mask", 8), ("hit", 2)])
 def test_experts_that_get_more_tokens_in_later_steps(kind, steps):
     batches = [torch.randn(512, 32, generator=torch.Generator().manual_seed(seed))
                for seed in range(steps)]

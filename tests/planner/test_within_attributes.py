@@ -121,7 +121,7 @@ def test_what_is_left_in_attributes_by_calls_of_any_size():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("losses_from", [0])
+@pytest.mark.parametrize("losses_from", [0, 4])
 def test_losses_in_attributes_of_calls_of_any_size(losses_from):
     plain = _train(Net(_loss), _LENGTHS, losses_from=losses_from)
     planned = _train(Net(_loss), _LENGTHS, "70%", losses_from)

@@ -481,25 +481,28 @@ class Causal(nn.Module):
         self.body = nn.Transformer(32, 4, 1, 2, 64, batch_first=True)
         self.register_buffer("mask", nn.Transformer.generate_square_subsequent_mask(16))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        mask = (self.mask if self.given == "buffer" else
-                nn.Transformer.generate_square_subsequent_mask(x.shape[1]))
+    def forward(self, x: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+        length = x.shape[1]
+        if self.given == "buffer":
+            mask = self.mask[:length, :length]
+        if self.given == "made inside":
+            mask = nn.Transformer.generate_square_subsequent_mask(length)
         embedded = self.embedding(x)
         return self.head(self.body(embedded, embedded, tgt_mask=mask)).square().mean()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("given", ["buffer", "made inside"])
+@pytest.mark.parametrize("given", ["argument", "buffer", "made inside"])
 def test_masks_of_floats_are_looked_at_as_in_the_plain_step(given):
     torch.manual_seed(0)
-    plain = Causal(given)
+    plain, mask = Causal(given), nn.Transformer.generate_square_subsequent_mask(16)
     net = planner.within(copy.deepcopy(plain), "60%", time_limit=1)
     found: list[list[torch.Tensor | None]] = []
     for each in (plain, net):
         torch.manual_seed(1)
-        for _ in range(2):
+        for length in (16, 12) if given == "argument" else (16, 16):
             each.zero_grad()
-            each(torch.randint(0, 50, (8, 16))).backward()
+            each(torch.randint(0, 50, (8, length)), mask[:length, :length]).backward()
         found.append([parameter.grad for parameter in each.parameters()])
     for mine, theirs in zip(*found, strict=True):
         assert mine is not None and theirs is not None and torch.equal(mine, theirs)
