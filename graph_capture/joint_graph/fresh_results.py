@@ -37,7 +37,6 @@ from planner._graph_capture.torch_compat.dispatch import define_op
 
 _aten = torch.ops.aten
 _LAYOUT = "SymInt[] size, SymInt[] strides, ScalarType dtype, Device device"
-_LIKE_LAYOUT = "Tensor like, ScalarType dtype"
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,15 +51,7 @@ class _Overwriting:
     def run(self, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype,
             device: torch.device, *others: Any, **kwargs: Any) -> Any:
         """Run the op on newly allocated memory."""
-        return self._run_into(
-            torch.empty_strided(size, stride, dtype=dtype, device=device), others, kwargs)
-
-    def run_like(self, like: torch.Tensor, dtype: torch.dtype, *others: Any, **kwargs: Any) -> Any:
-        """The same on memory in the layout of a tensor."""
-        return self._run_into(torch.empty_like(like, dtype=dtype), others, kwargs)
-
-    def _run_into(self, written: torch.Tensor, others: tuple[Any, ...], kwargs: Mapping[str, Any]
-                  ) -> Any:
+        written = torch.empty_strided(size, stride, dtype=dtype, device=device)
         result = self.inplace(*others[:self.position], written, *others[self.position:], **kwargs)
         return written if self.position == 0 else (result, written)
 
@@ -97,28 +88,23 @@ _SCATTERS = frozenset({
 """Ops that copy their second operand, whatever its layout, into a part of the first."""
 
 
-def _define(op: OpOverload, rule: _Overwriting, *, like: bool = False) -> OpOverload:
-    """The op that makes the result of `op` without the operand that it overwrites; in a layout that
-    is given in numbers, or is that of another tensor."""
+def _define(op: OpOverload, rule: _Overwriting) -> OpOverload:
+    """The op that makes the result of `op` without the operand that it overwrites."""
     schema = schema_of(rule.inplace)
-    name = f"{'like' if like else 'fresh'}_{schema.name.partition('::')[2].removesuffix('_')}"
+    name = f"fresh_{schema.name.partition('::')[2].removesuffix('_')}"
     takes, _, gives = str(schema_of(op)).partition("(")[2].rpartition(" -> ")
     others = takes.removesuffix(")").split(", ")
     del others[rule.position]
     overload = f".{schema.overload_name}" if schema.overload_name else ""
-    layout, run = (_LIKE_LAYOUT, rule.run_like) if like else (_LAYOUT, rule.run)
-    return define_op(name + overload, f"({', '.join((layout, *others))}) -> {gives}", run,
+    return define_op(name + overload, f"({', '.join((_LAYOUT, *others))}) -> {gives}", rule.run,
                      tags=tuple({torch.Tag.nondeterministic_seeded} & set(op.tags)))
 
 
 _FRESH: dict[OpOverload, OpOverload] = {op: _define(op, rule) for op, rule in _OVERWRITING.items()}
-_LIKE: dict[OpOverload, OpOverload] = {
-    op: _define(op, rule, like=True) for op, rule in _OVERWRITING.items()
-    if torch.Tag.nondeterministic_seeded in op.tags and rule.position == 0}
-_RULES: dict[OpOverload, tuple[_Overwriting, int]] = {
-    made[op]: (_OVERWRITING[op], layout.count(",") + 1)
-    for made, layout in ((_FRESH, _LAYOUT), (_LIKE, _LIKE_LAYOUT)) for op in made}
-"""By ops defined here; and how many of their arguments describe the result."""
+_RULES = {_FRESH[op]: rule for op, rule in _OVERWRITING.items()}
+"""By ops defined here."""
+_DESCRIBING = _LAYOUT.count(",") + 1
+"""How many of their arguments describe the result."""
 
 
 def written_in_place(op: OpOverload, args: tuple[Any, ...], out: Any
@@ -127,8 +113,8 @@ def written_in_place(op: OpOverload, args: tuple[Any, ...], out: Any
     the result."""
     if op not in _RULES:
         return op, args
-    rule, described = _RULES[op]
-    others, place = args[described:], rule.position
+    rule = _RULES[op]
+    others, place = args[_DESCRIBING:], rule.position
     return rule.inplace, (*others[:place], rule.written(out), *others[place:])
 
 
@@ -152,7 +138,7 @@ def make_results_fresh(joint: JointGraph) -> JointGraph:
             break
         if (isinstance(node.target, OpOverload) and schema_of(node.target).name in UNINITIALISED
                 and _has_own_elements(node.meta["val"])):
-            _replace(graph, node, _FRESH[_aten.zero.default], node.meta["val"])
+            _replace(graph, node, _FRESH[_aten.zero.default], _layout(node.meta["val"]))
     graph.lint()
     return joint
 
@@ -188,23 +174,19 @@ def _make_fresh(graph: fx.Graph, node: fx.Node) -> None:
     if node.target is _aten.rrelu_with_noise_functional.default and not (
             len(node.args) > _TRAINING and node.args[_TRAINING]):
         return
-    like = traced = rule.written(node.meta["val"])
-    if torch.Tag.nondeterministic_seeded in node.target.tags:
-        # Random numbers are assigned in the order of the memory that the plain step writes.
-        like = node.args[rule.position].meta["val"]
-    if _has_own_elements(like) and not _alone_reads_random(node, node.args[rule.position]) and (
-            like.stride() == traced.stride() or (
-                rule.position == 0 and traced.is_contiguous())):
-        _replace(graph, node, _FRESH[node.target], like,
-                 (*node.args[:rule.position], *node.args[rule.position + 1:]), node.kwargs)
-    elif node.target in _LIKE and not _is_known(like) and not same_sizes(
-            like.stride(), traced.stride()):
-        source = operand = node.args[0]
-        if operand.target is _aten.empty_like.default and not operand.kwargs.get("memory_format"):
-            source = operand.args[0]
-        new = Emitter(graph, node)(_LIKE[node.target], source, like.dtype, *node.args[1:],
-                                   like=node, **node.kwargs)
-        _put_in_place(graph, node, new)
+    operand, result = node.args[rule.position], rule.written(node.meta["val"])
+    if _alone_reads_random(node, operand):
+        return
+    others = (*node.args[:rule.position], *node.args[rule.position + 1:])
+    # Random numbers are assigned in the order of the memory that the plain step writes.
+    is_random_fill = torch.Tag.nondeterministic_seeded in node.target.tags
+    like = operand.meta["val"] if is_random_fill else result
+    if _has_own_elements(like) and (like.stride() == result.stride() or (
+            rule.position == 0 and result.is_contiguous())):
+        _replace(graph, node, _FRESH[node.target], _layout(like), others, node.kwargs)
+    elif is_random_fill and rule.position == 0 and not _is_known(like):
+        layout = _layout_of(operand, Emitter(graph, node), like=node)
+        _replace(graph, node, _FRESH[node.target], layout, others, node.kwargs)
 
 
 def _split_dropout(graph: fx.Graph, node: fx.Node) -> None:
@@ -219,15 +201,9 @@ def _split_dropout(graph: fx.Graph, node: fx.Node) -> None:
             _is_known(mask) or same_sizes(mask.stride(), operand.meta["val"].stride())):
         return
     emit = Emitter(graph, node)
-
-    def arguments(numbers: Sequence[int], query: OpOverload) -> list[Any]:
-        """The numbers, where they are symbolic as the operand's own."""
-        return [number if isinstance(number, int) else emit(query, operand, dimension, like=node)
-                for dimension, number in enumerate(numbers)]
-
-    drawn = emit(
-        _FRESH[_aten.bernoulli.p], arguments(mask.shape, _aten.sym_size.int),
-        arguments(mask.stride(), _aten.sym_stride.int), mask.dtype, mask.device, 1 - p, like=node)
+    layout = (_layout(mask) if _is_known(mask)
+              else _layout_of(operand, emit, like=node, dtype=mask.dtype))
+    drawn = emit(_FRESH[_aten.bernoulli.p], *layout, 1 - p, like=node)
     kept = emit(_aten.mul.Tensor, operand, drawn, like=node)
     result = emit(_aten.mul.Tensor, kept, 1 / (1 - p), like=node)
     for element in list(node.users):
@@ -262,16 +238,29 @@ def _has_own_elements(tensor: torch.Tensor) -> bool:
         for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
-def _replace(graph: fx.Graph, node: fx.Node, target: OpOverload, like: torch.Tensor,
+def _layout(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """The arguments of a fresh op for a result in the layout of a tensor whose layout is known."""
+    return list(tensor.shape), list(tensor.stride()), tensor.dtype, tensor.device
+
+
+def _layout_of(operand: fx.Node, emit: Emitter, *, like: fx.Node, dtype: torch.dtype | None = None
+               ) -> tuple[Any, ...]:
+    """The same with symbolic numbers, each asked of a node, until `Sizes.settle` gives it."""
+    tensor = operand.meta["val"]
+    shape, strides = ([
+        number if isinstance(number, int) else emit(query, operand, dimension, like=like)
+        for dimension, number in enumerate(numbers)]
+        for numbers, query in ((tensor.shape, _aten.sym_size.int),
+                               (tensor.stride(), _aten.sym_stride.int)))
+    return shape, strides, dtype or tensor.dtype, tensor.device
+
+
+def _replace(graph: fx.Graph, node: fx.Node, target: OpOverload, layout: tuple[Any, ...],
              others: tuple[Any, ...] = (), kwargs: Mapping[str, Any] = MappingProxyType({})
              ) -> None:
-    """Replace a node by a call of a fresh op with the layout of `like`."""
-    layout = (list(like.shape), list(like.stride()), like.dtype, like.device)
-    _put_in_place(graph, node, Emitter(graph, node)(target, *layout, *others, like=node, **kwargs))
-
-
-def _put_in_place(graph: fx.Graph, node: fx.Node, new: fx.Node) -> None:
-    """Let the readers of a node read another one, in the layout that they were traced with."""
+    """Replace a node by a call of a fresh op, whose result its readers read in the layout that they
+    were traced with."""
+    new = Emitter(graph, node)(target, *layout, *others, like=node, **kwargs)
     traced = node.meta["val"]
     if isinstance(traced, torch.Tensor) and not same_sizes(
             new.meta["val"].stride(), traced.stride()):

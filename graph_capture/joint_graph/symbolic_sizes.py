@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from planner._graph_capture.errors import CaptureError
-from planner._graph_capture.joint_graph.joint import is_number
+from planner._graph_capture.joint_graph.joint import eliminate_dead_code, is_number
 from planner._graph_capture.torch_compat import (
     expression_of,
     function_of,
@@ -147,10 +147,7 @@ class Sizes:
             if node.op in ("call_function", "output"):
                 node.args = pytree.tree_map(settled, node.args)
                 node.kwargs = pytree.tree_map(settled, dict(node.kwargs))
-        for node in reversed(list(graph.nodes)):
-            if (node.op == "call_function" and not node.users
-                    and isinstance(node.meta.get("val"), torch.SymInt)):
-                graph.erase_node(node)
+        eliminate_dead_code(graph)  # numbers, and tensors of which only sizes were read
         graph.lint()
 
 
