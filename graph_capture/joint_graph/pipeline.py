@@ -1,9 +1,9 @@
 """The only path from a captured joint graph to the region that is planned and executed.
 
 A plan names ops as they are after the rewriting, so capture and the backend must rewrite by the
-same steps in the same order.  Only this module calls these steps: clean, run a part in chunks, make
-results fresh (eager backend), copy late parts of gradients (low-peak variant), hoist updates and
-recompute dropouts (Inductor), hoist, lower.
+same steps in the same order.  Only this module calls these steps: clean, add gradients as autocast
+does (eager backend), run a part in chunks, make results fresh (eager backend), copy late parts of
+gradients (low-peak variant), hoist updates and recompute dropouts (Inductor), hoist, lower.
 
 Inductor's partitioner is a minimum cut between the values of the forward and the needs of the
 backward.  It may save the result of an op that stands in the backward although no gradient flows
@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from planner._graph_capture.joint_graph.autocast_gradients import add_gradients_as_autocast_does
 from planner._graph_capture.joint_graph.chunks.chunked import Chunked, run_in_chunks
 from planner._graph_capture.joint_graph.fresh_results import make_results_fresh
 from planner._graph_capture.joint_graph.joint import (
@@ -73,6 +74,8 @@ def lower_joint_graph(
     if known is not None and key in known:
         return known[key]
     joint = clean_joint_graph(module, num_forward_outputs, cotangents)
+    if not variant.compiled:
+        joint = add_gradients_as_autocast_does(joint, module.graph)
     cut = Chunked(joint, 1, 1, ())
     if variant.chunks > 1:
         cut = run_in_chunks(joint, variant.chunks, elided, variant.inner_chunks,

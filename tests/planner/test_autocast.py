@@ -125,3 +125,41 @@ def test_batch_normalization_of_a_transposed_view_is_followed_by_the_plain_kerne
         loss.backward()
     for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
         assert torch.equal(mine.grad, theirs.grad)
+
+
+class UsesWeightsAgain(nn.Module):
+    """Uses weights several times: cast by autocast, cast by its own code, and as they are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding, self.norm = nn.Embedding(64, 32), nn.LayerNorm(32)
+        self.linear, self.cell = nn.Linear(32, 32), nn.GRUCell(32, 32)
+        self.convolution = nn.Conv1d(32, 32, 3, padding=1)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        for _ in range(3):
+            x = self.norm(torch.tanh(self.linear(x)))
+            x = x + self.convolution(x.transpose(1, 2)).transpose(1, 2).tanh()
+        state = x[:, 0]
+        for moment in range(4):
+            state = self.cell(x[:, moment], state)
+        x = x + state[:, None] + torch.tanh(x @ self.linear.weight.to(torch.bfloat16))
+        x = x + torch.tanh(x @ self.linear.weight.bfloat16())
+        logits = (x @ self.embedding.weight.t()) * (self.embedding.weight @ x[0, 0]).mean()
+        return logits.float().logsumexp(-1).mean() + 0.01 * self.linear.weight.square().sum()
+
+
+def test_gradients_of_a_weight_that_is_used_again_are_added_as_the_plain_step_adds_them():
+    plain = UsesWeightsAgain()
+    model = planner.within(copy.deepcopy(plain), "75%", time_limit=1)
+    for length in (40, 24, 33):  # the second is captured with symbolic sizes
+        tokens = torch.randint(0, 64, (8, length))
+        for each in (plain, model):
+            each.zero_grad()
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = each(tokens)
+            loss.backward()
+        for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+            assert torch.equal(mine.grad, theirs.grad)
