@@ -31,7 +31,7 @@ from planner._graph_capture.joint_graph.joint import (
     is_tuple_element,
 )
 from planner._graph_capture.joint_graph.lower import last_forward_node
-from planner._graph_capture.joint_graph.replay import UNINITIALISED, is_random
+from planner._graph_capture.joint_graph.replay import UNINITIALISED
 from planner._graph_capture.torch_compat import OpOverload, same_sizes, schema_of
 from planner._graph_capture.torch_compat.dispatch import define_op
 
@@ -175,8 +175,6 @@ def _make_fresh(graph: fx.Graph, node: fx.Node) -> None:
             len(node.args) > _TRAINING and node.args[_TRAINING]):
         return
     operand, result = node.args[rule.position], rule.written(node.meta["val"])
-    if _alone_reads_random(node, operand):
-        return
     others = (*node.args[:rule.position], *node.args[rule.position + 1:])
     # Random numbers are assigned in the order of the memory that the plain step writes.
     is_random_fill = torch.Tag.nondeterministic_seeded in node.target.tags
@@ -210,20 +208,6 @@ def _split_dropout(graph: fx.Graph, node: fx.Node) -> None:
         element.replace_all_uses_with((result, drawn)[element.args[1]])
         graph.erase_node(element)
     graph.erase_node(node)
-
-
-def _alone_reads_random(reader: fx.Node, operand: fx.Node) -> bool:
-    """True if a random op would have no reader without this operand: it would not run, and later
-    ones would draw other numbers."""
-    unread, pending = {reader}, [operand]
-    while pending:
-        node = pending.pop()
-        if node.op == "call_function" and unread.issuperset(node.users):
-            if is_random(node):
-                return True
-            unread.add(node)
-            pending.extend(node.all_input_nodes)
-    return False
 
 
 def _is_known(tensor: torch.Tensor) -> bool:

@@ -31,6 +31,7 @@ require(__name__)
 import torch
 import torch._dynamo.config as dynamo_config
 import torch._functorch.config as functorch_config
+import torch._inductor.config as inductor_config
 from torch import fx, nn
 from torch._dynamo import lookup_backend as lookup_backend
 from torch._dynamo.backends.common import aot_autograd
@@ -117,7 +118,9 @@ def aot_backend(partition: PartitionFunction, forward_compiler: Callable[..., An
 
     def backend(module: fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Any:
         with (recurrent_layers_trained(module, fused=True), decompositions_off(),
-              numbers_stay_numbers()):
+              numbers_stay_numbers(),
+              # Random ops stay in the graph though nothing reads them: they draw numbers.
+              inductor_config.patch(fallback_random=True)):
             return compiled(module, inputs, **options)
 
     return backend

@@ -56,6 +56,7 @@ REQUIRED: dict[str, tuple[str, ...]] = {
         *_of("torch._dynamo.types", "FrameAction.DEFAULT", "FrameExecStrategy"),
         *_of("torch._functorch.config", "backward_pass_autocast", "debug_assert", "donated_buffer",
              "enable_autograd_cache", "patch"),
+        *_of("torch._inductor.config", "fallback_random", "patch"),
         "torch._functorch.partitioners._extract_fwd_bwd_modules("
         "joint, saved, sizes, num_fwd_outputs=)",
         "torch._guards.TracingContext.try_get()",

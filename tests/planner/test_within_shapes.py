@@ -751,8 +751,16 @@ class Noisy(nn.Module):
         return self.outer(self.noise(hidden)).float().tanh()
 
 
+def drawn_for_nothing(x: torch.Tensor) -> torch.Tensor:
+    F.dropout(x.exp(), 0.5)
+    torch.empty_like(x).exponential_()
+    torch.randperm(7)
+    return F.dropout(x, 0.1)
+
+
 @pytest.mark.parametrize(("noise", "dtype"), [
     pytest.param(lambda x: F.dropout(x, 0.1), torch.float32, id="dropout"),
+    pytest.param(drawn_for_nothing, torch.float32, id="drawn for nothing"),
     *(pytest.param(noise, torch.bfloat16, marks=pytest.mark.slow, id=name) for name, noise in {
         "dropout in bf16": lambda x: F.dropout(x, 0.1),
         "bernoulli_ in bf16": lambda x: x * torch.empty_like(x).bernoulli_(0.9),
@@ -763,13 +771,14 @@ def test_random_numbers_are_those_of_the_plain_step_at_any_length(noise, dtype):
     plain = Noisy(noise)
     model = planner.within(copy.deepcopy(plain), "95%", time_limit=1)
     for seed, length in enumerate((24, 20, 28)):
-        batch, outputs = tokens(8, length), []
+        batch, outputs, states = tokens(8, length), [], []
         for each in (plain, model):
             torch.manual_seed(seed)
             each.zero_grad()
             with torch.autocast("cpu", torch.bfloat16, enabled=dtype is torch.bfloat16):
                 outputs.append(each(batch))
             outputs[-1].square().mean().backward()
-        assert torch.equal(*outputs)
+            states.append(torch.get_rng_state())
+        assert torch.equal(*outputs) and torch.equal(*states)
         assert_same_gradients(model, plain)
     assert any(isinstance(graph, SymbolicGraph) for graph in forward_override(model).graphs)
