@@ -138,6 +138,9 @@ def _operands(args: tuple[Any, ...]) -> tuple[tuple[torch.Size, torch.dtype], ..
 
 
 _CPU = torch.device("cpu")
+_KNOWN_FRACTIONS_BYTES = 1 << 20
+"""Inputs and buffers of floating-point numbers keep their values up to this size together.  The
+copies are real memory in the first step, and code seldom decides by larger ones."""
 
 
 def may_be_storage_less(fake_copy: FakeCopy) -> bool:
@@ -488,7 +491,7 @@ class StorageLessCopier(FakeCopier):
         if (not (self._is_input or id(real) in self._buffers) or key in self._storages
                 or original.device.type not in ("cpu", "cuda") or not is_small_input(original)
                 or isinstance(original, FakeTensor) or is_storage_less(original)
-                or total > KNOWN_BYTES):
+                or total > _KNOWN_FRACTIONS_BYTES):
             return
         self._known_bytes = total
         whole = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)

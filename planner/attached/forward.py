@@ -246,7 +246,9 @@ class PlanningForward(ObservingForward):
             abandon()  # what is measured would be none of a step
         is_lazy_yet = is_step and not self.graphs and any(map(is_lazy, self.__self__.parameters()))
         if is_foreign or not is_step or is_lazy_yet:
-            output = self.plain(*args, **kwargs)
+            with (contextlib.nullcontext() if is_foreign
+                  else self._compared_without_gradients(args, kwargs)):
+                output = self.plain(*args, **kwargs)
             if is_lazy_yet:
                 self._counts.calls += 1
                 self.steps.count(_HAD_NO_PARAMETERS)
@@ -386,7 +388,9 @@ class PlanningForward(ObservingForward):
             refusal = "" if graph.planner else other_ranks(graph.plan.parallel, self.__self__)
             if refusal:
                 continue
-            self._bring_up_to_date(graph, call, present, args, kwargs)
+            is_sure = not (is_other or self._plain_values.are_on_trial)
+            self._bring_up_to_date(graph, call, present, args, kwargs,
+                                   takes_part=is_sure or graph is known)
             # A mismatch may show only after a part has run; then the next graph starts from the
             # beginning.
             is_trial = (graph.has_control_flow and not graph.takes_larger) or (
@@ -395,6 +399,7 @@ class PlanningForward(ObservingForward):
             compiled = graph.code.compilations
             try:
                 output = self._run(graph, args, kwargs, is_trial=is_trial)
+                self._share_step(graph)
                 if is_other:
                     self._other_calls_refused = 0
                 return graph, output
@@ -637,8 +642,10 @@ class PlanningForward(ObservingForward):
                     format_bytes(taken_bytes), format_bytes(limit_bytes))
 
     def _bring_up_to_date(self, graph: PlannedGraph, call: Call, present: Present,
-                          args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Plan a graph again if more is known than its plan counts."""
+                          args: tuple[Any, ...], kwargs: dict[str, Any], *,
+                          takes_part: bool = True) -> None:
+        """Plan a graph again if more is known than its plan counts.  `takes_part`: false if the
+        call may turn out to be another graph's."""
         planner = graph.planner
         if planner is None or runs_again():
             return
@@ -647,7 +654,8 @@ class PlanningForward(ObservingForward):
         if graph.note(present):
             self._learned += 1
             self._watch_next_steps()
-        self._share_step(graph)
+        if takes_part:
+            self._share_step(graph)
         if isinstance(graph.code, PlannedBlocks) and planner.note_runs(graph.code):
             self._learned += 1
         if graph.checked == self._learned:

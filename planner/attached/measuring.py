@@ -11,10 +11,11 @@ the user's and not reset.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import TYPE_CHECKING
@@ -124,18 +125,46 @@ def begin_measuring(forward: ObservingForward, device: torch.device,
     """Measure from a call of `forward` on, unless that is done already.  `held`: the tensors that
     the loop holds; `is_complete`: all of them, else those of the step that was watched last are
     added, but for what `existed` before the loop and that step did not use."""
-    if _under_way:
-        return
+    if not _under_way and (found := _begun(forward, device, held, is_complete, existed)):
+        _under_way.append(found)
+
+
+def _begun(forward: ObservingForward, device: torch.device,
+           held: Callable[[], Iterable[torch.Tensor]], is_complete: bool,
+           existed: Callable[[torch.UntypedStorage], bool]) -> Measurement | None:
+    """A measurement; `None`: nothing can be watched here and now."""
     found = Measurement(device, forward)
     if device.type != "cuda":
         earlier = next((watch for watch in _last_watch if watch.device == device), None)
         found.watch = StepWatch(device, held(), None if is_complete else earlier, existed=existed,
                                 workspace=OpCosts(device).known_workspace_bytes)
         if not found.watch.begin():
-            return
+            return None
         _last_watch[:] = [found.watch]
         found.looking_seconds = time.perf_counter() - found.begun
-    _under_way.append(found)
+    return found
+
+
+@contextlib.contextmanager
+def compared_alone(forward: ObservingForward, budget_bytes: int, device: torch.device,
+                   held: Callable[[], Iterable[torch.Tensor]], *, is_complete: bool,
+                   existed: Callable[[torch.UntypedStorage], bool]) -> Iterator[None]:
+    """Inside, a call without gradients, whose memory is compared with the budget unless it belongs
+    to a step that is measured.  The other arguments are those of `begin_measuring`."""
+    found = None if _under_way else _begun(forward, device, held, is_complete, existed)
+    try:
+        yield
+    finally:
+        if found is not None and found.watch is not None:
+            found.watch.end()
+    measured_bytes = None if found is None else found.peak()
+    if measured_bytes is None or measured_bytes <= budget_bytes:
+        return
+    log.warning("%s: a call without gradients took %s of the budget of %s, and no plan changes "
+                "that: call it with fewer rows, or raise the budget",
+                type(forward.__self__).__name__, format_bytes(measured_bytes),
+                format_bytes(budget_bytes))
+    forward.note_worst(measured_bytes)
 
 
 def watched_bytes_beside(tensors: Iterable[torch.Tensor]) -> int | None:

@@ -11,6 +11,7 @@ import itertools
 import logging
 import math
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 from weakref import WeakKeyDictionary, WeakSet, finalize, ref
@@ -49,6 +50,7 @@ from planner.attached.hooks import HookWatch, hook_signature
 from planner.attached.measuring import (
     CLOSE,
     begin_measuring,
+    compared_alone,
     conclude,
     enter_phase,
     watched_bytes_beside,
@@ -179,6 +181,8 @@ class ObservingForward(CountingForward):
         self._looks_until = STEPS_LOOKED_AT
         self._most_heap_bytes = 0
         """The largest heap of the process as a step began that was watched; 0: none is known."""
+        self._most_given_bytes = 0
+        """The largest arguments of a call without gradients that was measured."""
         self._steps_to_watch = _STEPS_WATCHED
         self._steps_to_skip = 0
         """Steps that are not watched on a CPU, so that watching takes a small share of the time."""
@@ -405,6 +409,26 @@ class ObservingForward(CountingForward):
             begin_measuring(self, device, lambda: self._tensors_held(args, kwargs),
                             is_complete=self._is_looked_at, existed=self._loop.existed)
 
+    def _compared_without_gradients(self, args: tuple[Any, ...], kwargs: dict[str, Any]
+                                    ) -> AbstractContextManager[None]:
+        """Inside, a call that trains nothing, such as a rollout.  In training mode its memory is
+        measured if its arguments are larger than those before."""
+        plan, device = self.plan, device_of(self.__self__)
+        if (torch.is_grad_enabled() or not self.__self__.training or plan is None
+                or plan.budget_bytes is None):
+            return nullcontext()
+        given_bytes = bytes_on(device, strided_tensors(output_tensors((args, kwargs))))
+        if given_bytes <= self._most_given_bytes:
+            return nullcontext()
+        self._most_given_bytes = given_bytes
+        return compared_alone(
+            self, plan.budget_bytes, device, lambda: self._tensors_held(args, kwargs),
+            is_complete=self._is_looked_at, existed=self._loop.existed)
+
+    def note_worst(self, peak_bytes: int) -> None:
+        """So much memory was in use at one moment."""
+        self._counts.worst_bytes = max(self._counts.worst_bytes or 0, peak_bytes)
+
     def _exceeds_with(self, more_bytes: int) -> bool:
         """True if the last plan exceeds its budget with this memory, which matters to it."""
         plan = self.plan
@@ -421,7 +445,7 @@ class ObservingForward(CountingForward):
     def note_peak(self, peak_bytes: int, unforeseen_bytes: int, watching_share: float) -> None:
         """A step that this model took part in was measured.  `unforeseen_bytes`: memory beyond the
         prediction that broke the budget; `watching_share`: part of the step's time."""
-        self._counts.worst_bytes = max(self._counts.worst_bytes or 0, peak_bytes)
+        self.note_worst(peak_bytes)
         self.note_watched(watching_share)
         if unforeseen_bytes:
             self._unforeseen_bytes += unforeseen_bytes

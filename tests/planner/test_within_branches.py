@@ -655,3 +655,31 @@ def test_inputs_of_regions_whose_gradients_are_all_planned_are_let_go():
     assert planned.losses == plain.losses
     assert max(planned.peaks) <= 0.7 * max(plain.peaks)
     assert planned.peaks[-1] - 256 <= planner.status(planned.model).plan.peak_bytes
+
+
+class Heads(nn.Module):
+    """A text decides which head runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body = nn.Sequential(*(nn.Sequential(nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 32))
+                                    for _ in range(3)))
+        self.heads = nn.ModuleDict({"narrow": nn.Linear(32, 2), "wide": nn.Linear(32, 400)})
+
+    def forward(self, x: torch.Tensor, head: str) -> torch.Tensor:
+        return self.heads[head](self.body(x))
+
+
+def test_a_percentage_is_not_of_another_step_whose_graph_was_tried():
+    net = planner.within(Heads(), "75%", time_limit=1)
+    optimizer = torch.optim.SGD(net.parameters(), 1e-3)
+    budgets: dict[str, int] = {}
+    for head in ["narrow", "wide"] * 3:
+        net(torch.randn(256, 32), head).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        plan = planner.plan_of(net)
+        budgets[head] = plan.budget_bytes
+        assert plan.budget_bytes == pytest.approx(0.75 * plan.baseline_peak_bytes, rel=0.01)
+    assert budgets["wide"] > 1.1 * budgets["narrow"]

@@ -701,3 +701,48 @@ def test_an_optimizer_that_is_made_for_each_task_makes_no_plan_of_its_own():
     assert plans[1] == plans[-1]
     for mine, theirs in zip(net.parameters(), plain.parameters(), strict=True):
         assert torch.equal(mine, theirs)
+
+
+class WithPositions(nn.Module):
+    """Reads a slice of a table that is larger than all else."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body = layers()
+        self.register_buffer("positions", torch.randn(2 ** 15, 64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.body(x + self.positions[:x.shape[1], :32])
+
+
+def test_planning_takes_no_copy_of_a_large_buffer():
+    net = planner.within(WithPositions(), "9MB", time_limit=1)
+    own = sum(each.nbytes for each in (*net.parameters(), *net.buffers()))
+    assert own > 8_000_000
+    batch = torch.randn(4, 32, 32)
+    records = record_stages([lambda: net(batch).square().mean().backward()] * 2)
+    assert max(record.peak_bytes for record in records) + own + batch.nbytes < 9_000_000
+
+
+def test_a_rollout_beyond_the_budget_is_said_once(caplog):
+    net = planner.within(layers(6), "85%", time_limit=1)
+    optimizer = torch.optim.SGD(net.parameters(), 1e-3)
+    own, small, large = sum(each.nbytes for each in net.parameters()), [], []
+
+    def step() -> None:
+        with torch.no_grad():
+            (record,) = record_stages([lambda: net(torch.zeros(2048, 32))])
+        large.append(record.peak_bytes + own)
+        net(torch.ones(256, 32)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        small.append(planner.status(net).budget_bytes)
+
+    for _ in range(4):
+        step()
+    assert large[1] > small[1]
+    said = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert len(said) == 1
+    assert "a call without gradients took" in said[0]
+    assert planner.status(net).worst_peak_bytes == large[1]
