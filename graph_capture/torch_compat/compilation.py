@@ -17,17 +17,6 @@ from contextvars import ContextVar
 from typing import Any
 from unittest import mock
 
-from planner._graph_capture.module_forward import call_forward, own_forward
-from planner._graph_capture.torch_compat.dispatch import decompositions_off
-from planner._graph_capture.torch_compat.recurrent import (
-    lstm_shapes_at_once,
-    recurrent_layers_trained,
-)
-from planner._graph_capture.torch_compat.requirements import require
-from planner._graph_capture.torch_compat.varying_numbers import numbers_noted, numbers_stay_numbers
-
-require(__name__)
-
 import torch
 import torch._dynamo.config as dynamo_config
 import torch._functorch.config as functorch_config
@@ -63,6 +52,14 @@ from torch.fx._lazy_graph_module import _LazyGraphModule, _use_lazy_graph_module
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.fx.graph import CodeGen
 from torch.utils import _pytree as pytree
+
+from planner._graph_capture.module_forward import call_forward, own_forward
+from planner._graph_capture.torch_compat.dispatch import decompositions_off
+from planner._graph_capture.torch_compat.recurrent import (
+    lstm_shapes_at_once,
+    recurrent_layers_trained,
+)
+from planner._graph_capture.torch_compat.varying_numbers import numbers_noted, numbers_stay_numbers
 
 PartitionFunction = Callable[..., tuple[fx.GraphModule, fx.GraphModule]]
 

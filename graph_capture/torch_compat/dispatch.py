@@ -21,10 +21,6 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 from unittest import mock
 
-from planner._graph_capture.torch_compat.requirements import require
-
-require(__name__)
-
 import numpy as np
 import torch
 from torch._decomp.decompositions import upsample_compute_output_size

@@ -8,10 +8,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
-from planner._graph_capture.torch_compat.requirements import require
-
-require(__name__)
-
 import torch
 from torch._ops import OpOverload
 
