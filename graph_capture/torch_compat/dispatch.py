@@ -202,15 +202,6 @@ _BACKENDS = {0: "math", 1: "flash", 2: "efficient", 3: "cudnn"}
 _DEFAULT_ORDER = ("flash", "efficient", "math", "cudnn")
 
 
-def kernel_chosen_by_torch(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
-                           mask: torch.Tensor | None, dropout: float, is_causal: bool,
-                           grouped: bool) -> str:
-    """The kernel of `scaled_dot_product_attention` on the device of its operands, which must be
-    present."""
-    return _BACKENDS[torch._fused_sdp_choice(query, key, value, mask, dropout, is_causal,
-                                             enable_gqa=grouped)]
-
-
 def attention_switches() -> tuple[frozenset[str], tuple[str, ...] | None]:
     """The settings of the running context and thread for `scaled_dot_product_attention`: which of
     the kernels `flash`, `efficient`, `cudnn` and `math` are switched on, and the order in which

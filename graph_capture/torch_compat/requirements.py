@@ -79,7 +79,6 @@ REQUIRED: dict[str, tuple[str, ...]] = {
              "_get_cudnn_sdp_enabled", "_get_flash_sdp_enabled", "_get_math_sdp_enabled",
              "_get_mem_efficient_sdp_enabled", "_get_mkldnn_enabled", "_get_sdp_priority_order"),
         "torch.library.Library._destroy(self)",
-        "torch._fused_sdp_choice(query, key, value, mask, dropout, is_causal, enable_gqa=)",
         "torch._ops.OpOverload",
         "torch._decomp.decompositions.upsample_compute_output_size("
         "input_size, output_size, scale_factors)",
