@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
 import operator
 import sys
@@ -53,7 +52,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.fx.graph import CodeGen
 from torch.utils import _pytree as pytree
 
-from planner._graph_capture.module_forward import call_forward, own_forward
+from planner._graph_capture.module_forward import call_forward
 from planner._graph_capture.torch_compat.dispatch import decompositions_off
 from planner._graph_capture.torch_compat.recurrent import (
     lstm_shapes_at_once,
@@ -391,14 +390,6 @@ def called_unseen(modules: Iterable[nn.Module]) -> Iterator[None]:
             del module._compiled_call_impl
             if compiled is not None:
                 module._compiled_call_impl = compiled
-
-
-def compile_module(module: nn.Module, backend: Callable[..., Any], *,
-                   dynamic: bool | None = False) -> Callable[..., Any]:
-    """The forward of `module`, without its hooks, behind a function that Dynamo compiles with
-    `backend`; `dynamic`: as for `compile_forward`."""
-    return functools.partial(compile_forward(type(module).__name__, backend, dynamic=dynamic),
-                             module, own_forward(module))
 
 
 def compile_forward(name: str, backend: Callable[..., Any], *, dynamic: bool | None = False
