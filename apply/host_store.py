@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from planner._graph_capture.torch_compat import OpOverload
+from planner._graph_capture.torch_compat.dispatch import define_op
 
 
 class Ending(Protocol):
@@ -100,18 +101,11 @@ def _traced_copy(tensor: Tensor, device: torch.device | None = None) -> Tensor:
                                device=device or "cpu")
 
 
-for _name, _signature, _run, _trace in (
-        ("store", "(Tensor tensor) -> Tensor", _store, _traced_copy),
-        ("fetch", "(Tensor host, Device device) -> Tensor", _fetch, _traced_copy),
-        ("finish", "(Tensor(a) result) -> Tensor(a)", _finish, torch.ops.aten.alias.default)):
-    torch.library.define(f"checkpoint_planner::{_name}", _signature)
-    torch.library.impl(f"checkpoint_planner::{_name}", "CompositeExplicitAutograd", _run)
-    torch.library.register_fake(f"checkpoint_planner::{_name}", _trace)
-
 OPS: Mapping[Any, OpOverload] = {
-    begin_store: torch.ops.checkpoint_planner.store.default,
-    begin_fetch: torch.ops.checkpoint_planner.fetch.default,
-    finish: torch.ops.checkpoint_planner.finish.default}
+    begin_store: define_op("store", "(Tensor tensor) -> Tensor", _store, _traced_copy),
+    begin_fetch: define_op("fetch", "(Tensor host, Device device) -> Tensor", _fetch, _traced_copy),
+    finish: define_op("finish", "(Tensor(a) result) -> Tensor(a)", _finish,
+                      torch.ops.aten.alias.default)}
 """The functions as ops that a compiler calls as they are."""
 
 
