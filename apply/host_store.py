@@ -23,7 +23,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from planner._graph_capture.torch_compat import OpOverload
+from planner._graph_capture.torch_compat import OpOverload, tensor_in_storage
 from planner._graph_capture.torch_compat.dispatch import define_op
 
 
@@ -59,14 +59,15 @@ def begin_store(tensor: Tensor) -> Copy:
     """Begin to copy a tensor, with its whole storage, to the host."""
     store = _store_of(tensor.device)
     host = store.empty(tensor.untyped_storage().nbytes())
-    return Copy(store.copy(host, _bytes_of(tensor)), tensor, _laid_out(host, tensor))
+    return Copy(store.copy(host, _bytes_of(tensor)), tensor,
+                tensor_in_storage(host.untyped_storage(), tensor))
 
 
 def begin_fetch(host: Tensor, device: torch.device) -> Copy:
     """Begin to copy back a result of `begin_store`."""
     storage = torch.empty(host.untyped_storage().nbytes(), dtype=torch.uint8, device=device)
     ending = _store_of(device).copy(storage, _bytes_of(host))
-    return Copy(ending, host, _laid_out(storage, host))
+    return Copy(ending, host, tensor_in_storage(storage.untyped_storage(), host))
 
 
 def finish(copy: Copy) -> Tensor:
@@ -157,9 +158,3 @@ def _store_of(device: torch.device) -> PinnedHost | SharedHost:
 def _bytes_of(tensor: Tensor) -> Tensor:
     """Return the whole storage of a tensor as bytes."""
     return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
-
-
-def _laid_out(storage: Tensor, like: Tensor) -> Tensor:
-    """Return bytes as a tensor with dtype and layout of another."""
-    return torch.empty(0, dtype=like.dtype, device=storage.device).set_(
-        storage.untyped_storage(), like.storage_offset(), like.size(), like.stride())
