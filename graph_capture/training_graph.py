@@ -246,12 +246,6 @@ class ResidentMemory:
     pending_bytes: int = 0
     """Saved by other calls of the step whose backward is yet to come."""
 
-    @property
-    def total_bytes(self) -> int:
-        """Sum of all parts."""
-        return (self.parameters_bytes + self.buffers_bytes + self.inputs_bytes
-                + self.gradients_bytes + self.pending_bytes)
-
 
 @dataclass(frozen=True, slots=True)
 class OptimizerMemory:
