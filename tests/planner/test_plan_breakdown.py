@@ -12,7 +12,7 @@ from planner._graph_capture.training_graph import OptimizerMemory, Phase
 from planner.plans.decisions import build_spec, schedule_of
 from planner.search.planning import Effort, plan_within
 from planner.solvers.simulator import simulate, unroll
-from planner.step.breakdown import breakdown, holders_at, memory_at
+from planner.step.breakdown import breakdown, holders_at, memory_over
 from planner.step.categories import CATEGORIES, MemoryByCategory
 from planner.step.lowering import lower
 from tests.support.graphs import HandMadeStep, chain, legal_schedule, prepared, steps
@@ -23,8 +23,9 @@ from tests.support.graphs import HandMadeStep, chain, legal_schedule, prepared, 
 def test_the_categories_sum_to_the_memory_at_every_run(step, data):
     problem = lower(step.graph)
     timeline = unroll(problem, legal_schedule(data, problem))
+    rows = memory_over(step.graph, timeline).values()
+    assert [*map(sum, zip(*rows, strict=True))] == [*timeline.memory_bytes]
     for position, size in enumerate(timeline.memory_bytes):
-        assert sum(memory_at(step.graph, timeline, position).values()) == size
         assert sum(held for _, held in holders_at(step.graph, timeline, position)) == size
 
 
