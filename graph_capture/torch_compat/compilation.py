@@ -490,15 +490,10 @@ def sizes_as_they_are(tree: object) -> Iterator[None]:
             setattr(tensor, mark, value)
 
 
-def varying_sizes() -> contextlib.AbstractContextManager[None]:
+def sizes_may_vary(may: bool) -> contextlib.AbstractContextManager[None]:
     """Inside, a size that was another one when the same code was compiled before becomes symbolic,
-    as under `torch.compile` by default."""
-    return dynamo_config.patch(automatic_dynamic_shapes=True)
-
-
-def fixed_sizes() -> contextlib.AbstractContextManager[None]:
-    """Inside, each size is a constant of what is compiled, within `varying_sizes`, too."""
-    return dynamo_config.patch(automatic_dynamic_shapes=False)
+    as under `torch.compile` by default; `may=False`: each size is a constant of the code."""
+    return dynamo_config.patch(automatic_dynamic_shapes=may)
 
 
 class TraceLimit:
