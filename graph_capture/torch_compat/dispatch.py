@@ -85,12 +85,11 @@ def has_kernel(op: OpOverload, key: str) -> bool:
     return bool(torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), key))
 
 
-def names_at_one_key(key: str, *, but_not: str) -> frozenset[str]:
-    """Names of the ops of `aten` that have a kernel at the one dispatch key and none at the other.
-    """
+def ops_of_cpu_autocast_only() -> frozenset[str]:
+    """Names of the ops of `aten` that the CPU's autocast changes and that of CUDA does not."""
     registered: Any = torch._C._dispatch_get_registrations_for_dispatch_key
-    return frozenset(name.removeprefix("aten::") for name in {*registered(key)} - {
-        *registered(but_not)} if name.startswith("aten::"))
+    only = {*registered("AutocastCPU")} - {*registered("AutocastCUDA")}
+    return frozenset(name.removeprefix("aten::") for name in only if name.startswith("aten::"))
 
 
 def _run(place: Place, *args: Any, **kwargs: Any) -> Any:
