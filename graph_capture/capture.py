@@ -392,7 +392,7 @@ def capture_step(
     @fewer_collections()
     def chunked(chunks: Chunks) -> tuple[StepVariant, ...]:
         # Code behind the regions, or a loss of the caller's, might read the output.  Inductor's
-        # blocks took more memory without it (GPT-2: 4%), for unknown reasons.
+        # blocks took more memory without it, for unknown reasons.
         uncaptured = recording.uncaptured
         elides_output = not holds_output and loss_fn is None and (uncaptured is None or (
             not inductor and uncaptured.makes_nothing_after(len(recording.calls) - 1)))
