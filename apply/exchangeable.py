@@ -32,10 +32,6 @@ Unplanned = Callable[[PlanMismatch], None]
 """Raises the error, or notes it: the gradients will be replaced."""
 
 
-def _refuse(mismatch: PlanMismatch) -> None:
-    raise mismatch
-
-
 class GradientLayout(NamedTuple):
     """What the gradients that a backward takes and returns are like, as they were traced."""
 
@@ -54,7 +50,7 @@ class GradientLayout(NamedTuple):
 
 def checked_backward(
     run: Callable[[list[Any]], Any], layout: GradientLayout, cotangents: Sequence[bool],
-    unplanned: Unplanned = _refuse, number: Callable[[Any], int] = int,
+    unplanned: Unplanned, number: Callable[[Any], int] = int,
 ) -> Callable[[list[Any]], Any]:
     """Return the backward `run` with a check of its last arguments, the cotangents.  Missing
     gradients that the plan relies on become zeros, whose sizes are as `number` says, and what is
@@ -118,7 +114,7 @@ class ScheduledGraphs:
 
     @classmethod
     def of(cls, spec: RewriteSpec, index: int, lowered: LoweredRegion,
-           unplanned: Unplanned = _refuse) -> ScheduledGraphs:
+           unplanned: Unplanned) -> ScheduledGraphs:
         """Compile the two graphs of a region, the rewrite spec's `index`-th."""
         region, joint = spec.regions[index], lowered.joint
         graphs = rewrite(lowered, region.insertions, region.inplace_reuses, region.released)

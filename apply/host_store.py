@@ -23,7 +23,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from planner._graph_capture.torch_compat import OpOverload
+from planner._graph_capture.torch_compat import OpOverload, tensor_in_storage
+from planner._graph_capture.torch_compat.dispatch import define_op
 
 
 class Ending(Protocol):
@@ -58,14 +59,15 @@ def begin_store(tensor: Tensor) -> Copy:
     """Begin to copy a tensor, with its whole storage, to the host."""
     store = _store_of(tensor.device)
     host = store.empty(tensor.untyped_storage().nbytes())
-    return Copy(store.copy(host, _bytes_of(tensor)), tensor, _laid_out(host, tensor))
+    return Copy(store.copy(host, _bytes_of(tensor)), tensor,
+                tensor_in_storage(host.untyped_storage(), tensor))
 
 
 def begin_fetch(host: Tensor, device: torch.device) -> Copy:
     """Begin to copy back a result of `begin_store`."""
     storage = torch.empty(host.untyped_storage().nbytes(), dtype=torch.uint8, device=device)
     ending = _store_of(device).copy(storage, _bytes_of(host))
-    return Copy(ending, host, _laid_out(storage, host))
+    return Copy(ending, host, tensor_in_storage(storage.untyped_storage(), host))
 
 
 def finish(copy: Copy) -> Tensor:
@@ -100,18 +102,11 @@ def _traced_copy(tensor: Tensor, device: torch.device | None = None) -> Tensor:
                                device=device or "cpu")
 
 
-for _name, _signature, _run, _trace in (
-        ("store", "(Tensor tensor) -> Tensor", _store, _traced_copy),
-        ("fetch", "(Tensor host, Device device) -> Tensor", _fetch, _traced_copy),
-        ("finish", "(Tensor(a) result) -> Tensor(a)", _finish, torch.ops.aten.alias.default)):
-    torch.library.define(f"checkpoint_planner::{_name}", _signature)
-    torch.library.impl(f"checkpoint_planner::{_name}", "CompositeExplicitAutograd", _run)
-    torch.library.register_fake(f"checkpoint_planner::{_name}", _trace)
-
 OPS: Mapping[Any, OpOverload] = {
-    begin_store: torch.ops.checkpoint_planner.store.default,
-    begin_fetch: torch.ops.checkpoint_planner.fetch.default,
-    finish: torch.ops.checkpoint_planner.finish.default}
+    begin_store: define_op("store", "(Tensor tensor) -> Tensor", _store, _traced_copy),
+    begin_fetch: define_op("fetch", "(Tensor host, Device device) -> Tensor", _fetch, _traced_copy),
+    finish: define_op("finish", "(Tensor(a) result) -> Tensor(a)", _finish,
+                      torch.ops.aten.alias.default)}
 """The functions as ops that a compiler calls as they are."""
 
 
@@ -163,9 +158,3 @@ def _store_of(device: torch.device) -> PinnedHost | SharedHost:
 def _bytes_of(tensor: Tensor) -> Tensor:
     """Return the whole storage of a tensor as bytes."""
     return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
-
-
-def _laid_out(storage: Tensor, like: Tensor) -> Tensor:
-    """Return bytes as a tensor with dtype and layout of another."""
-    return torch.empty(0, dtype=like.dtype, device=storage.device).set_(
-        storage.untyped_storage(), like.storage_offset(), like.size(), like.stride())

@@ -196,7 +196,8 @@ class Backend:
         """Compute gradients through these outputs of a graph, `module`, that the plan does not;
         `cotangents`: for each differentiable output, whether its gradient is planned."""
         pass_absent_gradients(outputs)
-        differentiate_again(outputs, args, module, self.tell_of_double_backward,
+        differentiate_again(outputs, args, module,
+                            partial(self._warn_once, _DIFFERENTIATED_AGAIN),
                             _refuse_double_backward, state=state, expected=cotangents,
                             holds_inputs=holds_inputs, begin=self._begin_to_replace,
                             unplanned=self._take_unplanned)
@@ -212,10 +213,6 @@ class Backend:
     def _take_unplanned(self) -> PlanMismatch | None:
         found, self._unplanned, self._replaces = self._unplanned, None, False
         return found
-
-    def tell_of_double_backward(self) -> None:
-        """Warn, once."""
-        self._warn_once(_DIFFERENTIATED_AGAIN)
 
     def _output_is_held(self, size_bytes: int) -> None:
         self._warn_once(_OUTPUT_IS_HELD, bytes=size_bytes)

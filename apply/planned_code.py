@@ -27,10 +27,10 @@ from planner._graph_capture.torch_compat import (
     compile_settings,
     pytree,
     sizes_as_they_are,
+    sizes_may_vary,
     symbolic_dimensions,
     uncompiled_operations,
     varying_numbers,
-    varying_sizes,
 )
 
 DID_MORE_OUTSIDE = (
@@ -226,7 +226,7 @@ class PlannedCode(CompiledCode):
         with (super()._around_call(module, own, args, kwargs),
               symbolic_dimensions([(tensor, sorted(self.varying.get(name, ())))
                                    for name, tensor in tensors.items()]),
-              varying_sizes() if self._sizes_vary else nullcontext(),
+              sizes_may_vary(True) if self._sizes_vary else nullcontext(),
               nullcontext() if self._is_compiled else varying_numbers(),
               nullcontext() if self._traced is None else
               mock.patch.object(self._traced, "backend", self.backend)):

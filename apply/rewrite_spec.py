@@ -12,7 +12,7 @@ from typing import TypeAlias
 
 import msgspec
 
-from planner._graph_capture.training_graph import Buffer, CodeMemory, RegionSignature, TrainingOp
+from planner._graph_capture.training_graph import Buffer, CapturedRegion, CodeMemory, TrainingOp
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,30 +77,17 @@ class InplaceReuse:
 
 
 @dataclass(frozen=True, slots=True)
-class RegionSpec:
+class RegionSpec(CapturedRegion):
     """One captured region: its ops, and the insertions into its forward and backward."""
 
     forward: tuple[OpKey, ...]
     backward: tuple[OpKey, ...]
-    cotangents: tuple[bool, ...]
-    """For each differentiable output of the joint graph, true if a gradient flows into it."""
     insertions: tuple[Insertion, ...] = ()
     """Insertions, in the order of the ops that they precede."""
     inplace_reuses: tuple[InplaceReuse, ...] = ()
     """In-place runs, in the order of the runs."""
-    region_signature: RegionSignature | None = None
-    """Other sizes of inputs that the rewrite spec serves; `None`: no others."""
-    block: str = ""
-    """The submodule that is compiled by itself; empty if the whole model is."""
-    hoisted: tuple[int, ...] = ()
-    """Positions, in the clean joint graph, of backward ops that belong to the forward here."""
     code: tuple[CodeMemory, ...] = ()
     """Memory of the generated forward and backward code of Inductor; empty: unknown."""
-    released: tuple[int, ...] = ()
-    """Outputs of its forward that the caller releases before the backward, not counting mutated
-    inputs."""
-    elided: tuple[int, ...] = ()
-    """Outputs of its forward that are not made, since nobody is to read them."""
 
 
 @dataclass(frozen=True, slots=True)

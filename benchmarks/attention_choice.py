@@ -19,7 +19,6 @@ import torch
 
 from benchmarks.allocator import no_device_parser, on_no_device
 from planner._graph_capture.device_kernels.attention import AttentionCall, choose_attention
-from planner._graph_capture.torch_compat.dispatch import kernel_chosen_by_torch
 
 CAPABILITIES = ("7.0", "7.5", "8.0", "8.6", "8.9", "9.0", "10.0", "10.3", "12.0", "12.1")
 USUAL = (2, 8, 96, 64)
@@ -63,15 +62,19 @@ def calls() -> Iterator[AttentionCall]:
             yield AttentionCall(each, each, each, None, 0.0, False, False)
 
 
+KERNELS = {0: "math", 1: "flash", 2: "efficient", 3: "cudnn"}
+"""Kernels by the number that torch gives them."""
+
+
 def differing() -> tuple[int, list[str]]:
     """Return the number of calls, and those for which torch chooses another kernel."""
     capability = torch.cuda.get_device_capability()
     count, wrong = 0, []
     for count, call in enumerate(calls(), start=1):  # noqa: B007
         ours = _said(lambda call: choose_attention(call, capability).kernel.value, call)
-        theirs = _said(lambda call: kernel_chosen_by_torch(
+        theirs = _said(lambda call: KERNELS[torch._fused_sdp_choice(
             call.query, call.key, call.value, call.mask, call.dropout, call.is_causal,
-            call.grouped), call)
+            enable_gqa=call.grouped)], call)
         if ours != theirs:
             wrong.append(f"{tuple(call.query.shape)} {call.query.dtype}: {ours}, torch: {theirs}")
     return count, wrong

@@ -21,6 +21,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -34,7 +35,8 @@ from benchmarks.measure import MEGABYTE, gradients, peak_bytes, relative_error, 
 from benchmarks.models import WORKLOADS, Workload, returning_loss_only
 from benchmarks.table import Table
 from planner._graph_capture.dynamo.captured_graphs import GraphCode
-from planner._graph_capture.torch_compat import compile_module, compile_settings
+from planner._graph_capture.module_forward import own_forward
+from planner._graph_capture.torch_compat import compile_forward, compile_settings
 from planner._graph_capture.torch_compat.inductor import inductor_backend
 from planner.errors import InfeasibleBudget
 from planner.plans.plan import Plan
@@ -69,7 +71,8 @@ def compiled(model: nn.Module, ratio: float = 1.0) -> Compiled:
               functorch_config.patch(activation_memory_budget=ratio)):
             yield
 
-    return Compiled(model, compile_module(model, "inductor"), settings)
+    forward = partial(compile_forward(type(model).__name__, "inductor"), model, own_forward(model))
+    return Compiled(model, forward, settings)
 
 
 @dataclass(frozen=True, slots=True)

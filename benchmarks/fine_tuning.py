@@ -12,9 +12,11 @@ bitsandbytes and peft.
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Sequence
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -35,7 +37,7 @@ from benchmarks.measure import (
 )
 from benchmarks.models import LossOnly, Workload, returning_loss_only
 from benchmarks.table import Table
-from planner._graph_capture.memory.allocator import record_stages
+from planner._graph_capture.torch_compat import cpu_allocations
 
 TABLES = ("nf4", "in_backward")
 OPTIMIZERS = ("sgd", "adamw", "adamw8bit")
@@ -128,7 +130,9 @@ def loop_peak_bytes(workload: Workload, model: nn.Module, optimizer: str, *, ear
             stepper.step()
             stepper.zero_grad()
 
-    peak = record_stages([begin, step, step, step])[-1].peak_bytes
+    gc.collect()
+    *before, last = cpu_allocations(begin, step, step, step)
+    peak = sum(map(sum, before)) + max(accumulate(last, initial=0))
     inputs = workload.inputs.values() if isinstance(workload.inputs, dict) else workload.inputs
     return peak + storage_bytes([*model.parameters(), *model.buffers(), *inputs])
 

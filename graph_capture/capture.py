@@ -8,8 +8,8 @@ from __future__ import annotations
 import contextlib
 import inspect
 import time
-from collections.abc import Callable, Mapping, Sequence, Set
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -35,18 +35,14 @@ from planner._graph_capture.inductor.within_kernels import FusedCosts, compiled_
 from planner._graph_capture.joint_graph.pipeline import JointVariant, has_low_peak_variant
 from planner._graph_capture.joint_graph.symbolic_sizes import Values
 from planner._graph_capture.memory.trace import Block
-from planner._graph_capture.memory.tracker import Workspace
 from planner._graph_capture.op_costs.costs import OpCosts
 from planner._graph_capture.op_costs.cuda_workspace import held_workspace_bytes
 from planner._graph_capture.op_costs.devices import Gpu, compute_capability
 from planner._graph_capture.op_costs.headroom import ProbeHeadroom
-from planner._graph_capture.optimizer.in_backward import (
-    EarlyGradients,
-    UsesGradients,
-    early_gradients,
-)
-from planner._graph_capture.optimizer.step import OptimizerTrace, trace_optimizer_steps
+from planner._graph_capture.optimizer.in_backward import EarlyGradients, early_gradients
+from planner._graph_capture.optimizer.step import OptimizerTrace
 from planner._graph_capture.output_tensors import output_tensors
+from planner._graph_capture.plain_step.loop import Tracing
 from planner._graph_capture.plain_step.loss import LossFn, OpenLoss, OutputGradient, trace_loss
 from planner._graph_capture.plain_step.micro_batch import (
     EagerStep,
@@ -55,7 +51,7 @@ from planner._graph_capture.plain_step.micro_batch import (
 )
 from planner._graph_capture.plain_step.observed_loss import without_watches
 from planner._graph_capture.progress import Progress
-from planner._graph_capture.rank import RankLayout, Wrapper
+from planner._graph_capture.rank import RankLayout
 from planner._graph_capture.step.assemble import Keeper, assemble
 from planner._graph_capture.step.regions import RegionUse, region_uses, shares_code
 from planner._graph_capture.step.released_output import with_output_released
@@ -73,55 +69,6 @@ from planner._graph_capture.training_graph import (
     TrainingGraph,
     check,
 )
-
-
-@dataclass(frozen=True, slots=True)
-class Tracing:
-    """Retraces a captured step; no tensor has memory."""
-
-    fake_copy: FakeCopy
-    """The fake copy as the user calls it, without the arguments that capture forced."""
-    loss_fn: LossFn | None
-    """Loss function of the fake copy; `None`: the step was captured without one."""
-    workspace: Workspace
-    holds_output: bool = True
-    """True if the caller keeps the output alive until the backward ends."""
-    layout: RankLayout | None = None
-    """Layout of the model on one rank of a data-parallel run; `None`: one rank."""
-    early: EarlyGradients = field(default_factory=dict)
-    """Gradients that the loop uses and frees as they come."""
-
-    @property
-    def wrapper(self) -> Wrapper:
-        """Code that data parallelism runs along with a step."""
-        return UsesGradients(self.early) if self.layout is None else self.layout.wrapper()
-
-    def optimizer(self, optimizer: object, with_gradient: Set[str]) -> OptimizerTrace | None:
-        """Memory of the steps of an optimizer; `None` without one.
-
-        `optimizer`: an instance, class or name, or several instances.  `with_gradient`: names of
-        the parameters that have a gradient.  Raises as
-        `graph_capture.optimizer.step.trace_optimizer_steps`.
-        """
-        if optimizer is None:
-            return None
-        if self.layout is not None:
-            found = replace(trace_optimizer_steps(*self.layout.share_of(optimizer),
-                                                  workspace=self.workspace),
-                            parameters=frozenset(self.fake_copy.parameters))
-            return found if self.layout.holds_optimizer else found.without_memory()
-        found = trace_optimizer_steps(optimizer, self.fake_copy, with_gradient=with_gradient,
-                                      workspace=self.workspace)
-        # Where gradients are left for the end, no parameter's step takes more than in the whole.
-        return found.in_backward() if self.early and with_gradient <= self.early.keys() else found
-
-    def plain_step(self, loss_fn: LossFn | None, with_gradient: Set[str] = frozenset()
-                   ) -> EagerStep:
-        """The step as plain PyTorch runs it."""
-        return trace_eager_step(
-            self.fake_copy, loss_fn, workspace=self.workspace, with_gradient=with_gradient,
-            holds_output=self.holds_output, wrapper=self.wrapper)
-
 
 _MOST_OPS_OF_CHUNKS = 3_000
 """A step is not cut into chunks that have more ops together: of a whole model, not of a loss."""
@@ -445,7 +392,7 @@ def capture_step(
     @fewer_collections()
     def chunked(chunks: Chunks) -> tuple[StepVariant, ...]:
         # Code behind the regions, or a loss of the caller's, might read the output.  Inductor's
-        # blocks took more memory without it (GPT-2: 4%), for unknown reasons.
+        # blocks took more memory without it, for unknown reasons.
         uncaptured = recording.uncaptured
         elides_output = not holds_output and loss_fn is None and (uncaptured is None or (
             not inductor and uncaptured.makes_nothing_after(len(recording.calls) - 1)))

@@ -1,8 +1,8 @@
 """The frequency of Python's garbage collection while a step is captured and planned, and what the C
 library keeps of the memory that was freed.
 
-Graphs of thousands of ops are long-lived objects that each collection scans again: it took 8% of
-the time for 24 layers of Llama.  Fewer collections cost 3% more memory.
+Graphs of thousands of ops are long-lived objects that each collection scans again.  Fewer
+collections save time at the price of some memory.
 """
 
 from __future__ import annotations

@@ -190,28 +190,34 @@ class CodeMemory:
         return other.peak_bytes <= self.peak_bytes and other.left_bytes <= self.left_bytes
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CapturedRegion:
+    """Properties of a part of the model that was captured as one joint graph."""
+
+    cotangents: tuple[bool, ...]
+    """For each differentiable output of the joint graph, true if a gradient flows into it."""
+    region_signature: RegionSignature | None = None
+    """Other sizes of inputs that a plan of the region serves; `None`: no others."""
+    block: str = ""
+    """The submodule that is compiled by itself; empty if the whole model is."""
+    hoisted: tuple[int, ...] = ()
+    """Positions, in the clean joint graph, of backward ops that belong to the forward here."""
+    released: tuple[int, ...] = ()
+    """Outputs of its forward that the caller releases before the backward, not counting mutated
+    inputs."""
+    elided: tuple[int, ...] = ()
+    """Outputs of its forward that are not made, since nobody is to read them: the part that would
+    make them runs in chunks."""
+
+
 @dataclass(frozen=True, slots=True)
-class Region:
-    """A part of the model that was captured as one joint graph."""
+class Region(CapturedRegion):
+    """A captured region in a training graph."""
 
     forward: range
     """Indices of its forward ops."""
     backward: range
     """Indices of its backward ops."""
-    cotangents: tuple[bool, ...]
-    """For each differentiable output of the joint graph, true if a gradient flows into it."""
-    region_signature: RegionSignature | None = None
-    """`None`: a plan of this region serves these sizes alone."""
-    block: str = ""
-    """The submodule that was captured by itself; empty for the whole model."""
-    hoisted: tuple[int, ...] = ()
-    """Positions, in the clean joint graph, of backward ops that were moved to the forward."""
-    released: tuple[int, ...] = ()
-    """Outputs of its forward that the caller releases before the backward, mutated inputs not
-    counted."""
-    elided: tuple[int, ...] = ()
-    """Elided outputs of its forward: the part that would make them runs in chunks, and nobody reads
-    them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,12 +245,6 @@ class ResidentMemory:
     """Gradients of earlier micro-batches, to which this one adds its own."""
     pending_bytes: int = 0
     """Saved by other calls of the step whose backward is yet to come."""
-
-    @property
-    def total_bytes(self) -> int:
-        """Sum of all parts."""
-        return (self.parameters_bytes + self.buffers_bytes + self.inputs_bytes
-                + self.gradients_bytes + self.pending_bytes)
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,7 +28,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from planner._graph_capture.errors import CaptureError
 from planner._graph_capture.foreign_calls import foreign_call
-from planner._graph_capture.torch_compat import fixed_sizes
+from planner._graph_capture.torch_compat import sizes_may_vary
 from planner.api import plan, plan_step
 from planner.arguments.budget import parse_budget
 from planner.arguments.planning import PlanArguments, Planning
@@ -92,7 +92,7 @@ class DynamoGraph:
             for index, arg in enumerate(args))
         if key in self._applied:
             return self._applied[key](*args)
-        with fixed_sizes():
+        with sizes_may_vary(False):
             return self._first_call(key, args)
 
     def _first_call(self, key: tuple[object, ...], args: tuple[Any, ...]) -> Any:

@@ -42,7 +42,7 @@ from planner._graph_capture.torch_compat.dispatch import (
     decomposition_of,
     has_kernel,
     kernels_replaced,
-    names_at_one_key,
+    ops_of_cpu_autocast_only,
 )
 
 aten = torch.ops.aten
@@ -225,10 +225,9 @@ WIDEST = _names("""
 def autocast_kernels() -> Iterator[tuple[Place, Callable[..., Any]]]:
     """Replacements of the ops in these lists while autocast is on, for ops that this torch has, and
     of those that only the CPU's autocast changes."""
-    of_cpu_only = names_at_one_key("AutocastCPU", but_not="AutocastCUDA")
     float32 = FLOAT32 | ({"rms_norm"} if INSTALLED >= (2, 12) else set())
-    for names, kernel in ((float32, _float32), (FLOAT32_RESULT, _float32_result),
-                          (LOWER, _lower), (WIDEST, _widest), (of_cpu_only, _unchanged)):
+    for names, kernel in ((float32, _float32), (FLOAT32_RESULT, _float32_result), (LOWER, _lower),
+                          (WIDEST, _widest), (ops_of_cpu_autocast_only(), _unchanged)):
         for name in sorted(names):
             op = _op(name)
             if op is not None:

@@ -154,17 +154,26 @@ class ValueRecorder(TorchDispatchMode):
         if func in VALUE_OPS:
             self.values.append(Answer.of(func, args, out))
         elif makes_size_by_values(func, args):
-            self.values.append(Answer.of(func, args, _on_meta(out)))
+            self.values.append(Answer.of(func, args, on_meta(out)))
         elif assigns_by_mask(func, args):
             selected = torch.ops.aten.index.Tensor(out, args[1])
-            self.values.append(Answer.of(func, args, _on_meta(selected)))
+            self.values.append(Answer.of(func, args, on_meta(selected)))
         return out
 
 
-def _on_meta(result: Any) -> Any:
-    """The tensors of a result without values."""
-    return pytree.tree_map_only(torch.Tensor, lambda made: torch.empty_strided(
-        made.shape, made.stride(), dtype=made.dtype, device="meta"), result)
+def on_meta(tree: Any) -> Any:
+    """The tree with strided tensors on the meta device; the same tensor for the same one."""
+    made: dict[int, torch.Tensor] = {}
+
+    def bare(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor) or leaf.layout is not torch.strided:
+            return leaf
+        if id(leaf) not in made:
+            made[id(leaf)] = torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype,
+                                                 device="meta")
+        return made[id(leaf)]
+
+    return pytree.tree_map(bare, tree)
 
 
 class UnknownNumber:

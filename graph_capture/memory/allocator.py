@@ -16,7 +16,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from itertools import accumulate
@@ -24,7 +24,6 @@ from itertools import accumulate
 import torch
 
 from planner._graph_capture.memory.caching_allocator import rounded_bytes
-from planner._graph_capture.torch_compat import begin_stage as begin_stage
 from planner._graph_capture.torch_compat import cpu_allocations
 
 
@@ -122,20 +121,3 @@ def heap_bytes() -> int | None:
         return None
     found = function()
     return int(found.uordblks + found.hblkhd)
-
-
-def record_stages(stages: Sequence[Callable[[], object]]) -> tuple[AllocationRecord, ...]:
-    """Run functions one after the other on the CPU and measure each.
-
-    Peaks and ends are relative to the memory allocated when the first stage began, so memory left
-    by one stage counts in the next.  Code that runs inside may begin further stages with
-    `begin_stage()`.  Raises `RuntimeError` while a profiler is running.
-    """
-    gc.collect()
-    level = 0
-    records = []
-    for sizes in cpu_allocations(*stages):
-        levels = list(accumulate(sizes, initial=level))
-        level = levels[-1]
-        records.append(AllocationRecord(max(levels), level))
-    return tuple(records)

@@ -61,7 +61,6 @@ class CachingAllocator:
         self.first_made = first_made
         self.blocks_made = 0
         self.allocated_bytes = 0
-        self.peak_allocated_bytes = 0
         self.reserved_bytes = 0
         """Bytes in segments; they never shrink, so this is also the peak."""
         self._end = 0  # of all addresses handed out so far
@@ -75,18 +74,12 @@ class CachingAllocator:
         size = rounded_up(size_bytes, GRANULE_BYTES)
         block = (self._small if size <= SMALL_BYTES else self._large).take(size)
         self.allocated_bytes += block.size
-        self.peak_allocated_bytes = max(self.peak_allocated_bytes, self.allocated_bytes)
         return block
 
     def release(self, block: Handle) -> None:
         """Release a block that `allocate` returned, once."""
         self.allocated_bytes -= block.size
         block.pool.give_back(block)
-
-    def free_blocks(self) -> list[tuple[int, int]]:
-        """Address and size of every free block, by address."""
-        return sorted((block.address, block.size) for pool in (self._small, self._large)
-                      for block in pool.free_blocks.values())
 
     def reserve(self, size_bytes: int) -> int:
         """Reserve a new segment; returns its address."""

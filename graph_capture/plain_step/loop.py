@@ -5,9 +5,9 @@ Nothing of the model is executed or changed; see `graph_capture.fake_copies.fake
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Set
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -16,10 +16,14 @@ from torch import nn
 from planner._graph_capture.errors import CaptureError
 from planner._graph_capture.fake_copies.fake import FakeCopy, device_planned_for, make_fake_copy
 from planner._graph_capture.memory.trace import Block, MemoryTrace, MicroBatch
-from planner._graph_capture.memory.tracker import MemoryTracker, ModuleLocator
+from planner._graph_capture.memory.tracker import MemoryTracker, ModuleLocator, Workspace
 from planner._graph_capture.op_costs.costs import OpCosts
 from planner._graph_capture.op_costs.devices import Gpu, compute_capability
-from planner._graph_capture.optimizer.in_backward import UsesGradients, early_gradients
+from planner._graph_capture.optimizer.in_backward import (
+    EarlyGradients,
+    UsesGradients,
+    early_gradients,
+)
 from planner._graph_capture.optimizer.step import (
     OptimizerSettings,
     OptimizerTrace,
@@ -27,14 +31,65 @@ from planner._graph_capture.optimizer.step import (
 )
 from planner._graph_capture.plain_step.loss import LossFn
 from planner._graph_capture.plain_step.micro_batch import (
+    EagerStep,
     resident_blocks,
     run_without_data,
+    trace_eager_step,
     trace_micro_batch,
 )
 from planner._graph_capture.plain_step.observed_loss import without_watches
-from planner._graph_capture.rank import RankLayout
+from planner._graph_capture.rank import RankLayout, Wrapper
 from planner._graph_capture.torch_compat import quiet_fake_tensors
 from planner._graph_capture.training_graph import Category
+
+
+@dataclass(frozen=True, slots=True)
+class Tracing:
+    """Retraces a captured step; no tensor has memory."""
+
+    fake_copy: FakeCopy
+    """The fake copy as the user calls it, without the arguments that capture forced."""
+    loss_fn: LossFn | None
+    """Loss function of the fake copy; `None`: the step was captured without one."""
+    workspace: Workspace
+    holds_output: bool = True
+    """True if the caller keeps the output alive until the backward ends."""
+    layout: RankLayout | None = None
+    """Layout of the model on one rank of a data-parallel run; `None`: one rank."""
+    early: EarlyGradients = field(default_factory=dict)
+    """Gradients that the loop uses and frees as they come."""
+
+    @property
+    def wrapper(self) -> Wrapper:
+        """Code that data parallelism runs along with a step."""
+        return UsesGradients(self.early) if self.layout is None else self.layout.wrapper()
+
+    def optimizer(self, optimizer: object, with_gradient: Set[str], *,
+                  sparse: Mapping[str, torch.Tensor] | None = None,
+                  settings: OptimizerSettings | None = None) -> OptimizerTrace | None:
+        """Memory of the steps of an optimizer; `None` without one.
+
+        `with_gradient`: names of the parameters that have a gradient.  The other arguments and the
+        errors are those of `graph_capture.optimizer.step.trace_optimizer_steps`.
+        """
+        if optimizer is None:
+            return None
+        if self.layout is not None:
+            found = replace(trace_optimizer_steps(*self.layout.share_of(optimizer),
+                                                  settings=settings, workspace=self.workspace),
+                            parameters=frozenset(self.fake_copy.parameters))
+            return found if self.layout.holds_optimizer else found.without_memory()
+        found = trace_optimizer_steps(optimizer, self.fake_copy, with_gradient=with_gradient,
+                                      sparse=sparse, settings=settings, workspace=self.workspace)
+        # Where gradients are left for the end, no parameter's step takes more than in the whole.
+        return found.in_backward() if self.early and with_gradient <= self.early.keys() else found
+
+    def plain_step(self, loss_fn: LossFn | None, with_gradient: Set[str] = frozenset()
+                   ) -> EagerStep:
+        """The step as plain PyTorch runs it."""
+        return trace_eager_step(
+            self.fake_copy, loss_fn, workspace=self.workspace, with_gradient=with_gradient,
+            holds_output=self.holds_output, wrapper=self.wrapper)
 
 
 class PlainLoop:
@@ -65,12 +120,14 @@ class PlainLoop:
         """The named GPU, if any."""
         self.layout = None if make_layout is None else make_layout(self.fake_copy)
         """That of the rank, if any."""
-        self._loss_fn = None if loss_fn is None else self.fake_copy.extra[0]
         self._costs = OpCosts(self.fake_copy.device, probe=probe, gpu=gpu)
-        self._scaled, self._holds_output = grad_scaler, holds_output
+        self._scaled = grad_scaler
         self._micro_batches: dict[frozenset[str], MicroBatch] = {}
-        self._early = {} if in_backward_of is None else early_gradients(
-            in_backward_of, self.fake_copy, self._costs.workspace_bytes)
+        self._tracing = Tracing(
+            self.fake_copy, None if loss_fn is None else self.fake_copy.extra[0],
+            self._costs.workspace_bytes, holds_output, self.layout,
+            {} if in_backward_of is None else early_gradients(
+                in_backward_of, self.fake_copy, self._costs.workspace_bytes))
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -106,11 +163,9 @@ class PlainLoop:
         if with_gradient not in self._micro_batches:
             with _explained("the training step"):
                 self._micro_batches[with_gradient] = trace_micro_batch(
-                    self.fake_copy, self._loss_fn, workspace=self._costs.workspace_bytes,
+                    self.fake_copy, self._tracing.loss_fn, workspace=self._tracing.workspace,
                     with_gradient=with_gradient, scaled=self._scaled,
-                    holds_output=self._holds_output,
-                    wrapper=(UsesGradients(self._early) if self.layout is None
-                             else self.layout.wrapper()))
+                    holds_output=self._tracing.holds_output, wrapper=self._tracing.wrapper)
         return self._micro_batches[with_gradient]
 
     @without_watches()
@@ -123,18 +178,11 @@ class PlainLoop:
     @without_watches()
     @quiet_fake_tensors()
     def optimizer(self, optimizer: object, settings: OptimizerSettings | None = None
-                  ) -> OptimizerTrace:
-        """Two steps of the optimizer; the parameters that a micro-batch reaches have gradients."""
-        if self.layout is not None:
-            share, fake_copy = self.layout.share_of(optimizer)
-            traced = trace_optimizer_steps(share, fake_copy, settings=settings,
-                                           workspace=self._costs.workspace_bytes)
-            return replace(traced, parameters=frozenset(self.fake_copy.parameters))
-        traced = trace_optimizer_steps(
-            optimizer, self.fake_copy, with_gradient=self.micro_batch().with_gradient,
-            sparse=self.micro_batch().sparse_gradients, settings=settings,
-            workspace=self._costs.workspace_bytes)
-        return traced.in_backward() if self._early else traced
+                  ) -> OptimizerTrace | None:
+        """As `Tracing.optimizer`; the parameters that a micro-batch reaches have gradients."""
+        batch = self.micro_batch()
+        return self._tracing.optimizer(optimizer, batch.with_gradient,
+                                       sparse=batch.sparse_gradients, settings=settings)
 
     def _trace_inference(self, fake_copy: FakeCopy, _: LossFn | None, __: bool) -> MemoryTrace:
         locate = ModuleLocator(fake_copy.model)

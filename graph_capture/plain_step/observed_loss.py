@@ -34,6 +34,7 @@ from typing import Any
 import torch
 
 from planner._graph_capture.errors import OtherOutputs
+from planner._graph_capture.fake_copies.data_dependent_values import on_meta
 from planner._graph_capture.fake_copies.storage_less import is_storage_less
 from planner._graph_capture.memory.allocator import allocated_bytes
 from planner._graph_capture.memory.tracker import MemoryTracker, Workspace
@@ -43,7 +44,6 @@ from planner._graph_capture.torch_compat import (
     FakeTensor,
     OpOverload,
     active_modes,
-    pytree,
     runs_in_backward,
     runs_its_own_ops,
     storage_key,
@@ -280,7 +280,7 @@ class LossWatch(MemoryTracker):
             self._stop()
         elif not op.is_view and not self.is_closed:
             self._noted.append(NotedOp(self.live_bytes + self._made_before(op, args), op,
-                                       *_without_data((args, kwargs, out))))
+                                       *on_meta((args, kwargs, out))))
         return 0
 
     def _stop(self) -> None:
@@ -369,21 +369,6 @@ def without_watches() -> Iterator[None]:
         for each in reversed(left):
             if not each.is_closed:
                 each.__enter__()
-
-
-def _without_data(tree: Any) -> Any:
-    """The tree with tensors on the meta device; the same tensor for the same one."""
-    made: dict[int, torch.Tensor] = {}
-
-    def bare(leaf: Any) -> Any:
-        if not isinstance(leaf, torch.Tensor) or leaf.layout is not torch.strided:
-            return leaf
-        if id(leaf) not in made:
-            made[id(leaf)] = torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype,
-                                                 device="meta")
-        return made[id(leaf)]
-
-    return pytree.tree_map(bare, tree)
 
 
 def _has_seen(mode: object) -> bool:

@@ -138,9 +138,9 @@ class _Assembly:
             self.done = number
         if between:
             self._gaps(len(between.workspace_bytes) - 1, Phase.BACKWARD)
-        regions = tuple(Region(forwards[number], backwards[number], use.cotangents,
-                               region_signature(use.lowered), use.block, use.lowered.hoisted,
-                               elided=use.lowered.elided)
+        regions = tuple(Region(forwards[number], backwards[number], cotangents=use.cotangents,
+                               region_signature=region_signature(use.lowered), block=use.block,
+                               hoisted=use.lowered.hoisted, elided=use.lowered.elided)
                         for number, use in enumerate(self.uses))
         outputs = tuple(
             ModelOutput(self.index[number, storage], tuple(tensors), number, tuple(places))

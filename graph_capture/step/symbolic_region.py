@@ -32,12 +32,12 @@ from planner._graph_capture.joint_graph.pipeline import (
     lower_joint_graph,
 )
 from planner._graph_capture.joint_graph.symbolic_sizes import Sizes, Values
-from planner._graph_capture.module_forward import in_place_of_forward
+from planner._graph_capture.module_forward import in_place_of_forward, own_forward
 from planner._graph_capture.step.regions import RegionUse
 from planner._graph_capture.torch_compat import (
     aot_backend,
     as_plain_code,
-    compile_module,
+    compile_forward,
     compile_settings,
     expression_of,
     extents_of_whole,
@@ -258,11 +258,13 @@ def trace_with_symbols(fake_copy: FakeCopy, cotangents: Sequence[bool],
     Raises `CaptureError` where it cannot be traced so.
     """
     backend = _Backend(fake_copy, cotangents, inputs, dimensions)
-    compiled = compile_module(fake_copy.model, backend, dynamic=None)
+    model = fake_copy.model
+    compiled = partial(compile_forward(type(model).__name__, backend, dynamic=None), model,
+                       own_forward(model))
     marks = [(tensor, sorted(dimensions.get(name, {}))) for name, tensor in inputs.items()]
     with (compile_settings(), as_plain_code(partial(values_of_inputs, fake_copy)),
           fake_copy.as_on_device(), fake_copy.mode, symbolic_dimensions(marks),
-          in_place_of_forward(fake_copy.model, compiled)):
+          in_place_of_forward(model, compiled)):
         try:
             with fake_copy.forward_context():
                 fake_copy.call()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
 import operator
 import sys
@@ -16,17 +15,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any
 from unittest import mock
-
-from planner._graph_capture.module_forward import call_forward, own_forward
-from planner._graph_capture.torch_compat.dispatch import decompositions_off
-from planner._graph_capture.torch_compat.recurrent import (
-    lstm_shapes_at_once,
-    recurrent_layers_trained,
-)
-from planner._graph_capture.torch_compat.requirements import require
-from planner._graph_capture.torch_compat.varying_numbers import numbers_noted, numbers_stay_numbers
-
-require(__name__)
 
 import torch
 import torch._dynamo.config as dynamo_config
@@ -64,6 +52,14 @@ from torch.fx._lazy_graph_module import _LazyGraphModule, _use_lazy_graph_module
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.fx.graph import CodeGen
 from torch.utils import _pytree as pytree
+
+from planner._graph_capture.module_forward import call_forward
+from planner._graph_capture.torch_compat.dispatch import decompositions_off
+from planner._graph_capture.torch_compat.recurrent import (
+    lstm_shapes_at_once,
+    recurrent_layers_trained,
+)
+from planner._graph_capture.torch_compat.varying_numbers import numbers_noted, numbers_stay_numbers
 
 PartitionFunction = Callable[..., tuple[fx.GraphModule, fx.GraphModule]]
 
@@ -399,14 +395,6 @@ def called_unseen(modules: Iterable[nn.Module]) -> Iterator[None]:
                 module._compiled_call_impl = compiled
 
 
-def compile_module(module: nn.Module, backend: Callable[..., Any], *,
-                   dynamic: bool | None = False) -> Callable[..., Any]:
-    """The forward of `module`, without its hooks, behind a function that Dynamo compiles with
-    `backend`; `dynamic`: as for `compile_forward`."""
-    return functools.partial(compile_forward(type(module).__name__, backend, dynamic=dynamic),
-                             module, own_forward(module))
-
-
 def compile_forward(name: str, backend: Callable[..., Any], *, dynamic: bool | None = False
                     ) -> Callable[..., Any]:
     """A function of a module, the forward that its instance has (`None`: that of its class) and
@@ -505,15 +493,10 @@ def sizes_as_they_are(tree: object) -> Iterator[None]:
             setattr(tensor, mark, value)
 
 
-def varying_sizes() -> contextlib.AbstractContextManager[None]:
+def sizes_may_vary(may: bool) -> contextlib.AbstractContextManager[None]:
     """Inside, a size that was another one when the same code was compiled before becomes symbolic,
-    as under `torch.compile` by default."""
-    return dynamo_config.patch(automatic_dynamic_shapes=True)
-
-
-def fixed_sizes() -> contextlib.AbstractContextManager[None]:
-    """Inside, each size is a constant of what is compiled, within `varying_sizes`, too."""
-    return dynamo_config.patch(automatic_dynamic_shapes=False)
+    as under `torch.compile` by default; `may=False`: each size is a constant of the code."""
+    return dynamo_config.patch(automatic_dynamic_shapes=may)
 
 
 class TraceLimit:

@@ -21,10 +21,6 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 from unittest import mock
 
-from planner._graph_capture.torch_compat.requirements import require
-
-require(__name__)
-
 import numpy as np
 import torch
 from torch._decomp.decompositions import upsample_compute_output_size
@@ -89,12 +85,11 @@ def has_kernel(op: OpOverload, key: str) -> bool:
     return bool(torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), key))
 
 
-def names_at_one_key(key: str, *, but_not: str) -> frozenset[str]:
-    """Names of the ops of `aten` that have a kernel at the one dispatch key and none at the other.
-    """
+def ops_of_cpu_autocast_only() -> frozenset[str]:
+    """Names of the ops of `aten` that the CPU's autocast changes and that of CUDA does not."""
     registered: Any = torch._C._dispatch_get_registrations_for_dispatch_key
-    return frozenset(name.removeprefix("aten::") for name in {*registered(key)} - {
-        *registered(but_not)} if name.startswith("aten::"))
+    only = {*registered("AutocastCPU")} - {*registered("AutocastCUDA")}
+    return frozenset(name.removeprefix("aten::") for name in only if name.startswith("aten::"))
 
 
 def _run(place: Place, *args: Any, **kwargs: Any) -> Any:
@@ -204,15 +199,6 @@ def beneath_autocast() -> Any:
 
 _BACKENDS = {0: "math", 1: "flash", 2: "efficient", 3: "cudnn"}
 _DEFAULT_ORDER = ("flash", "efficient", "math", "cudnn")
-
-
-def kernel_chosen_by_torch(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
-                           mask: torch.Tensor | None, dropout: float, is_causal: bool,
-                           grouped: bool) -> str:
-    """The kernel of `scaled_dot_product_attention` on the device of its operands, which must be
-    present."""
-    return _BACKENDS[torch._fused_sdp_choice(query, key, value, mask, dropout, is_causal,
-                                             enable_gqa=grouped)]
 
 
 def attention_switches() -> tuple[frozenset[str], tuple[str, ...] | None]:

@@ -12,10 +12,6 @@ import functools
 from collections.abc import Sequence
 from typing import Any
 
-from planner._graph_capture.torch_compat.requirements import require
-
-require(__name__)
-
 import torch
 from torch._decomp import decomposition_table, meta_table
 from torch._meta_registrations import _create_grouped_mm_output_tensor

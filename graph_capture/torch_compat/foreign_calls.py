@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-from planner._graph_capture.torch_compat.requirements import require
-
-require(__name__)
-
 import torch
 from torch.autograd import forward_ad
 from torch.fx._symbolic_trace import is_fx_symbolic_tracing

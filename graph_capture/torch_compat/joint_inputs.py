@@ -7,11 +7,6 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from torch import fx
-
-from planner._graph_capture.torch_compat.requirements import require
-
-require(__name__)
-
 from torch._functorch._aot_autograd.descriptors import (
     DifferentiableAOTInput,
     ForwardTokenAOTOutput,

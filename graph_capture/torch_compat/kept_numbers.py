@@ -18,10 +18,6 @@ from collections.abc import Callable, Iterable, Iterator
 from contextvars import ContextVar
 from typing import Any
 
-from planner._graph_capture.torch_compat.requirements import require
-
-require(__name__)
-
 import torch
 from torch._dynamo.bytecode_transformation import create_call_function, create_instruction
 from torch._dynamo.exc import UnspecializeRestartAnalysis

@@ -8,10 +8,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
-from planner._graph_capture.torch_compat.requirements import require
-
-require(__name__)
-
 import torch
 from torch._ops import OpOverload
 
@@ -233,9 +229,8 @@ def cpu_allocations(*stages: Callable[[], object]) -> list[list[int]]:
     Allocations of one stage that a later one releases are seen, as in a single run.  A call of
     `begin_stage` begins another stage.
 
-    `torch.profiler.profile` records the same events, but spends 30 ms per session on unused tables,
-    where this takes 1 ms, and gives access to them only through private names (`kineto_results`).
-    It is built from the functions below.
+    `torch.profiler.profile`, built from the functions below, records the same events, but spends
+    most of its time on unused tables, and gives access to them only by private names.
     """
     if profiler_is_running():
         raise RuntimeError("cannot measure allocations while a profiler is running; stop it first")

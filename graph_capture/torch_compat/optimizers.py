@@ -10,11 +10,6 @@ from unittest import mock
 
 import torch
 from torch.optim import optimizer
-
-from planner._graph_capture.torch_compat.requirements import require
-
-require(__name__)
-
 from torch.optim.optimizer import _get_capturable_supported_devices
 
 _CHECK = "_get_capturable_supported_devices"

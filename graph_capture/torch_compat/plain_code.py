@@ -27,24 +27,6 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from planner._graph_capture.torch_compat.kept_numbers import (
-    COMPUTING,
-    KEEPING,
-    computing,
-    kept_number,
-    may_keep_number,
-    read_at_once,
-)
-from planner._graph_capture.torch_compat.memory import (
-    is_traceable_wrapper_subclass,
-    no_active_modes,
-    storage_key,
-)
-from planner._graph_capture.torch_compat.requirements import require
-from planner._graph_capture.torch_compat.symbols import expression_of, function_of
-
-require(__name__)
-
 import torch
 import torch._dynamo.external_utils
 import torch._utils
@@ -58,6 +40,21 @@ from torch._dynamo.variables.functions import WrapperUserFunctionVariable
 from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 from torch._dynamo.variables.user_defined import UserDefinedObjectVariable
 from torch.utils import _pytree as pytree
+
+from planner._graph_capture.torch_compat.kept_numbers import (
+    COMPUTING,
+    KEEPING,
+    computing,
+    kept_number,
+    may_keep_number,
+    read_at_once,
+)
+from planner._graph_capture.torch_compat.memory import (
+    is_traceable_wrapper_subclass,
+    no_active_modes,
+    storage_key,
+)
+from planner._graph_capture.torch_compat.symbols import expression_of, function_of
 
 KNOWN_BYTES = 1 << 24
 """Values are worked out from tensors of at most this size."""

@@ -23,10 +23,6 @@ from itertools import chain
 from typing import Any
 from unittest import mock
 
-from planner._graph_capture.torch_compat.requirements import require
-
-require(__name__)
-
 import torch
 from torch import fx
 from torch._decomp import decompositions

@@ -1,9 +1,9 @@
 """The private names of torch that this package needs, and the calls it makes of them.
 
-Each module of this folder calls `require` before it imports any of them: if torch lacks a name, or
-cannot be called that way, it raises one error that names it.  An unknown torch is tried, not
-refused.  Blind spots: only the tests detect a name with another meaning, and attributes of objects
-that torch makes.
+Before a module of this folder imports any of them, `require` is called: by the package for the
+modules that it imports, by each other module for itself.  If torch lacks a name, or cannot be
+called that way, one error names it.  An unknown torch is tried, not refused.  Blind spots: only the
+tests detect a name with another meaning, and attributes of objects that torch makes.
 """
 
 from __future__ import annotations
@@ -80,7 +80,6 @@ REQUIRED: dict[str, tuple[str, ...]] = {
              "_get_cudnn_sdp_enabled", "_get_flash_sdp_enabled", "_get_math_sdp_enabled",
              "_get_mem_efficient_sdp_enabled", "_get_mkldnn_enabled", "_get_sdp_priority_order"),
         "torch.library.Library._destroy(self)",
-        "torch._fused_sdp_choice(query, key, value, mask, dropout, is_causal, enable_gqa=)",
         "torch._ops.OpOverload",
         "torch._decomp.decompositions.upsample_compute_output_size("
         "input_size, output_size, scale_factors)",
@@ -262,8 +261,8 @@ by keyword (`name=`)."""
 
 
 def require(module: str) -> None:
-    """Raise `UnsupportedTorch` unless this torch has the names that the module of this folder
-    (`__name__`) needs; they are imported for that."""
+    """Raise `UnsupportedTorch` unless this torch has the names that a module of this folder needs
+    (its name or `__name__`); they are imported for that."""
     problems = [problem for requirement in REQUIRED[module.rpartition(".")[2]]
                 if (problem := _problem(requirement))]
     if problems:

@@ -7,8 +7,8 @@ kernels that were fused because they read the same although neither reads the ot
 (horizontal fusion), which saves a pass over the shared operands.  But then the results of both are
 alive at once, where those of one might be freed before the other runs.  In the backward of
 attention with dropout, this keeps the probabilities for the gradient of the values alive together
-with the gradient of the scores: 49 MB of the 485 of a plan for BERT, and 4 MB of 143 for Llama's
-MLP.  Such a kernel is split only where that lowers the peak of its graph's kernels.
+with the gradient of the scores.  Such a kernel is split only where that lowers the peak of its
+graph's kernels.
 
 The model of the world for that peak: kernels run in the given order; each makes its results and
 then frees the buffers that it reads last.  A result may overwrite a buffer of its size that is read

@@ -11,11 +11,6 @@ from typing import Any
 
 import sympy
 import torch
-
-from planner._graph_capture.torch_compat.requirements import require
-
-require(__name__)
-
 from torch.utils._sympy.functions import CeilToInt, FloorDiv, IntTrueDiv, Max
 from torch.utils._sympy.printers import PythonPrinter
 from torch.utils._sympy.symbol import SymT, symbol_is_type

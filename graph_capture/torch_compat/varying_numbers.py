@@ -14,10 +14,6 @@ from types import CodeType
 from typing import Any
 from unittest import mock
 
-from planner._graph_capture.torch_compat.requirements import require
-
-require(__name__)
-
 import torch._dynamo.config as dynamo_config
 import torch._dynamo.utils as dynamo_utils
 from torch import fx

@@ -41,12 +41,7 @@ from planner._graph_capture.completed import (
     with_room,
     with_seen_loss,
 )
-from planner._graph_capture.dynamo.blocks import (
-    REPEATED_BLOCKS,
-    WHOLE_MODEL,
-    most_alike,
-    repeated_blocks,
-)
+from planner._graph_capture.dynamo.blocks import REPEATED_BLOCKS, most_alike, repeated_blocks
 from planner._graph_capture.dynamo.traced_code import TracedCode
 from planner._graph_capture.errors import CaptureError, DataDependentValue, OtherOutputs
 from planner._graph_capture.fake_copies.data_dependent_values import (
@@ -243,7 +238,7 @@ class GraphPlanner:
                                 if tensor.layout is torch.strided)
         planning = with_wrappers(model, planning)
         if planning.parallel is None:
-            planning = replace(planning, regions=planning.regions or regions_under_wrappers(model))
+            planning = replace(planning, regions=planning.regions or None)
         self._parallel = planning.parallel
         self.chose_blocks = self._may_be_by_blocks(planning) and most_alike(model) >= _DEEP
         if self.chose_blocks:
@@ -299,9 +294,6 @@ class GraphPlanner:
         """CPU time of the last capture."""
         # On one device, the loop's other memory is measured: `planner.attached.held`.
         held_bytes = 0 if self.is_alone else self._batches_ahead * self._input_bytes
-        if self._parallel is None and wrapping_data_parallel() is not None:
-            # DDP's buckets, in addition to the gradients.
-            held_bytes += sum(p.nbytes for p in model.parameters() if p.requires_grad)
         left = {*map(storage_key, self._left())}
         held_bytes -= bytes_on(device_of(model), (
             tensor for tensor in self._step.tracing.fake_copy.fake_of
@@ -897,14 +889,3 @@ def _smaller(loss: ObservedLoss, by_bytes: int) -> ObservedLoss | None:
     """The loss with a lower peak; `None` if its gradients alone exceed that."""
     peak_bytes = loss.peak_bytes - by_bytes
     return None if peak_bytes < loss.gradient_bytes else replace(loss, peak_bytes=peak_bytes)
-
-
-def regions_under_wrappers(model: nn.Module) -> str | None:
-    """The regions to compile, if known before capture.
-
-    Under data parallelism these are the repeated blocks, if any: a single graph would deliver all
-    gradients at its end, leaving no computation to overlap with communication.
-    """
-    if wrapping_data_parallel() is None:
-        return None
-    return REPEATED_BLOCKS if repeated_blocks(model) else WHOLE_MODEL

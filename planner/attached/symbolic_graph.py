@@ -201,10 +201,6 @@ class SymbolicGraph(PlannedGraph):
         self._plans[made] = plan, peak
         self._most_saved_bytes, self._plain_share = 0, 1.0
 
-    def peak_bytes_at(self, sizes: Mapping[str, Sequence[int]]) -> int:
-        """The peak of a step whose inputs have these sizes, under the last plan."""
-        return self._peak.bytes_at(self._named(sizes))
-
     def note_run(self, call: Call) -> None:
         """Note that a call went well."""
         self.has_run = True

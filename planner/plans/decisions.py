@@ -8,7 +8,7 @@ the bytes saved for the backward, with and without the plan.
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Literal, assert_never
 
 from planner._apply.rewrite_spec import (
@@ -24,7 +24,7 @@ from planner._apply.rewrite_spec import (
     Store,
     Stored,
 )
-from planner._graph_capture.training_graph import TrainingGraph
+from planner._graph_capture.training_graph import CapturedRegion, TrainingGraph
 from planner.errors import PlanMismatch
 from planner.solvers.actions import Action as ScheduledAction
 from planner.solvers.actions import Fetch as ScheduledFetch
@@ -101,10 +101,8 @@ def build_regions(graph: TrainingGraph, timeline: Timeline) -> tuple[RegionSpec,
         RegionSpec(forward=tuple(keys[index] for index in region.forward if keys[index].digest),
                    backward=tuple(keys[index] for index in region.backward
                                   if keys[index].digest),
-                   cotangents=region.cotangents, insertions=tuple(inserted[number]),
-                   inplace_reuses=tuple(taken[number]), region_signature=region.region_signature,
-                   block=region.block, hoisted=region.hoisted, released=region.released,
-                   elided=region.elided)
+                   insertions=tuple(inserted[number]), inplace_reuses=tuple(taken[number]),
+                   **{each.name: getattr(region, each.name) for each in fields(CapturedRegion)})
         for number, region in enumerate(graph.regions))
 
 

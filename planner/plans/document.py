@@ -1,10 +1,10 @@
 """The layout of a plan's file: written by `planner.plans.writing`, read by `planner.plans.file`,
-and published as a JSON Schema by `planner.plans.schema`.
+and published as the JSON Schema `planner/plan.schema.json`.
 
 A file contains the fields of a plan and of its rewrite spec in groups: the step (`ops`, `buffers`),
 its treatment (`regions`), and what follows from the two.  Every field is required, no others are
 allowed, and every whole number is a count: not below 0.  The fields are documented in the classes
-that they come from (`SOURCES` of `planner.plans.schema`).
+that they come from (`SOURCES` of `tests.support.plan_schema`).
 """
 
 from __future__ import annotations

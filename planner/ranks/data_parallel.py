@@ -110,8 +110,9 @@ def data_parallel(model: nn.Module, inputs: object = None, *, parallel: DataPara
     step = PlainLoop(
         beneath_wrappers(model, parallel), args, kwargs, loss_fn=loss_fn, device=device, gpu=gpu,
         probe=probe, make_layout=lambda fake_copy: layout_of(model, fake_copy, parallel))
+    traced = step.optimizer(optimizer)
     plain = _breakdown(step, parallel, step.micro_batch().trace,
-                       None if optimizer is None else step.optimizer(optimizer).memory)
+                       None if traced is None else traced.memory)
     if plan is None:
         return plain
     return _planned(model, inputs, plan, plain, loss_fn=loss_fn, optimizer=optimizer,

@@ -25,20 +25,16 @@ from planner.units import format_bytes
 
 def breakdown(variant: Variant, timeline: Timeline) -> StepBreakdown:
     """The memory breakdown of the step whose forward and backward run as in `timeline`."""
-    return variant.budget.breakdown(
-        timeline.peak_bytes, memory_at(variant.graph, timeline, timeline.peak_position))
-
-
-def memory_at(graph: TrainingGraph, timeline: Timeline, position: int) -> dict[str, int]:
-    """Bytes by category at one position of forward, loss and backward, without resident memory.
-
-    Sums to `timeline.memory_bytes[position]`.
-    """
-    return {kind: row[position] for kind, row in memory_over(graph, timeline).items()}
+    return variant.budget.breakdown(timeline.peak_bytes, {
+        kind: row[timeline.peak_position]
+        for kind, row in memory_over(variant.graph, timeline).items()})
 
 
 def memory_over(graph: TrainingGraph, timeline: Timeline) -> dict[Category, list[int]]:
-    """Bytes by kind at every position."""
+    """Bytes by kind at every position of forward, loss and backward, without resident memory.
+
+    They sum to `timeline.memory_bytes`.
+    """
     buffers = graph.buffers
     changes = {kind: [0] * (len(timeline.schedule) + 1) for kind in MADE_BY_STEP}
 

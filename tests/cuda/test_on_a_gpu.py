@@ -20,7 +20,6 @@ from planner._graph_capture.device_kernels.attention import AttentionCall, choos
 from planner._graph_capture.memory.allocator import record_peak, record_peak_of_op
 from planner._graph_capture.op_costs.cuda_workspace import cuda_workspace_bytes
 from planner._graph_capture.op_costs.devices import device_model
-from planner._graph_capture.torch_compat.dispatch import kernel_chosen_by_torch
 from tests.support.models import BUILDERS
 from tests.support.training import plan_or_smallest
 
@@ -102,6 +101,10 @@ CALLS = [*product((torch.float32, torch.bfloat16, torch.float16), (40, 64, 80, 1
                   (None, "mask"), (0.0, 0.1, 0.125), (False, True), (False, True))]
 
 
+KERNELS = {0: "math", 1: "flash", 2: "efficient", 3: "cudnn"}
+"""Kernels of attention by the number that torch gives them."""
+
+
 def test_attention_is_chosen_as_torch_chooses():
     wrong = []
     capability = torch.cuda.get_device_capability()
@@ -113,7 +116,8 @@ def test_attention_is_chosen_as_torch_chooses():
         bias = torch.empty(2, 1, 96, 96, dtype=dtype, device="cuda") if mask else None
         ours = choose_attention(
             AttentionCall(query, key, key, bias, dropout, causal, grouped), capability)
-        theirs = kernel_chosen_by_torch(query, key, key, bias, dropout, causal, grouped)
+        theirs = KERNELS[torch._fused_sdp_choice(
+            query, key, key, bias, dropout, causal, enable_gqa=grouped)]
         if ours.kernel != theirs:
             wrong.append((dtype, size, mask, dropout, causal, grouped, ours, theirs))
     assert wrong == []

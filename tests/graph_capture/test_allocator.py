@@ -10,12 +10,8 @@ import torch
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
-from planner._graph_capture.memory.allocator import (
-    AllocationRecord,
-    allocated_bytes,
-    record_peak,
-    record_stages,
-)
+from planner._graph_capture.memory.allocator import AllocationRecord, allocated_bytes, record_peak
+from tests.support.stages import record_stages
 
 pytestmark = pytest.mark.compat
 

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 import planner
-from planner._graph_capture.memory.allocator import record_stages
 from planner._graph_capture.optimizer.trajectory import OptimizerTrajectory, needs_closure
 from tests.support.loops import IDS, Network, check, loss_fn
+from tests.support.stages import record_stages
 
 STEPS = 4
 

@@ -2,7 +2,6 @@
 otherwise gives one clear error."""
 
 import ast
-import importlib
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -14,7 +13,7 @@ import torch._functorch.partitioners as partitioners
 
 import planner._graph_capture.torch_compat
 from planner._graph_capture.errors import UnsupportedTorch
-from planner._graph_capture.torch_compat import compilation, requirements
+from planner._graph_capture.torch_compat import requirements
 
 pytestmark = pytest.mark.compat
 
@@ -24,7 +23,7 @@ FOLDER = Path(planner._graph_capture.torch_compat.__file__).parent
 def test_a_missing_name_is_named(monkeypatch):
     monkeypatch.delattr(partitioners, "_extract_fwd_bwd_modules")
     with pytest.raises(UnsupportedTorch) as refused:
-        importlib.reload(compilation)
+        requirements.require("compilation")
     text = str(refused.value)
     assert "torch._functorch.partitioners._extract_fwd_bwd_modules is missing" in text
     assert f"torch {torch.__version__} " in text
@@ -36,7 +35,7 @@ def test_a_missing_module_is_named(monkeypatch):
     monkeypatch.setattr(sys, "modules", {**sys.modules, "torch._functorch.partitioners": None})
     monkeypatch.delattr(torch._functorch, "partitioners")
     with pytest.raises(UnsupportedTorch, match=r"\._extract_fwd_bwd_modules is missing"):
-        importlib.reload(compilation)
+        requirements.require("compilation")
 
 
 def test_another_signature_is_named(monkeypatch):
@@ -45,7 +44,7 @@ def test_another_signature_is_named(monkeypatch):
 
     monkeypatch.setattr(partitioners, "_extract_fwd_bwd_modules", renamed)
     with pytest.raises(UnsupportedTorch) as refused:
-        importlib.reload(compilation)
+        requirements.require("compilation")
     assert ("_extract_fwd_bwd_modules is called with (joint, saved, sizes, num_fwd_outputs=), but "
             "takes (joint, saved, sizes, *, forward_outputs)") in str(refused.value)
 

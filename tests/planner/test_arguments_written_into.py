@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import planner
-from planner._graph_capture.memory.allocator import record_stages
+from tests.support.stages import record_stages
 
 
 class Encoder(nn.Module):

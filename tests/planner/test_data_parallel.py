@@ -129,6 +129,15 @@ def test_an_optimizer_instance_keeps_its_groups_and_settings():
     assert not heavy.state
 
 
+def test_an_optimizer_whose_parameters_are_offloaded_takes_nothing_of_the_device():
+    arguments = {"loss_fn": mean_square, "optimizer": "adamw", "device": "cuda", "probe": False,
+                 "parallel": planner.DataParallel("fsdp2", 2, offloads=True)}
+    inputs = torch.empty(BATCH, WIDTH, device="meta")
+    assert planner.data_parallel(MODEL, inputs, **arguments).memory["optimizer"] == 0
+    steady = planner.memory(MODEL, inputs, **arguments).steady
+    assert all(each.memory["optimizer"] == 0 for each in steady.phases)
+
+
 @pytest.mark.parametrize("cap_mb", [None, 0.05, 1, 25])
 @pytest.mark.parametrize("dtypes", [(torch.float32,), (torch.float32, torch.float64)])
 def test_buckets_are_those_of_torch(cap_mb, dtypes):

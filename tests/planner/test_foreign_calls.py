@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 import planner
-from planner._graph_capture.memory.allocator import record_stages
+from tests.support.stages import record_stages
 
 X = torch.randn(256, 16, generator=torch.Generator().manual_seed(3))
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import planner
-from planner._graph_capture.memory.allocator import record_stages
+from tests.support.stages import record_stages
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "sgd": lambda p: torch.optim.SGD(p, 0.01), "adamw": lambda p: torch.optim.AdamW(p, 0.001)}

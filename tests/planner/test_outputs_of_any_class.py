@@ -13,8 +13,8 @@ from torch.distributions import Categorical, Independent, Normal
 
 import planner
 from planner._graph_capture.errors import CaptureError
-from planner._graph_capture.memory.allocator import record_stages
 from planner._graph_capture.output_tensors import output_tensors, with_changed_tensors
+from tests.support.stages import record_stages
 
 X = torch.randn(128, 16, generator=torch.Generator().manual_seed(3))
 

@@ -1,7 +1,7 @@
 """The breakdown of the step: every byte has a category; the peak is that of the fullest moment."""
 
 from collections import Counter
-from dataclasses import replace
+from dataclasses import astuple, replace
 
 import pytest
 from hypothesis import given, settings
@@ -12,7 +12,7 @@ from planner._graph_capture.training_graph import OptimizerMemory, Phase
 from planner.plans.decisions import build_spec, schedule_of
 from planner.search.planning import Effort, plan_within
 from planner.solvers.simulator import simulate, unroll
-from planner.step.breakdown import breakdown, holders_at, memory_at
+from planner.step.breakdown import breakdown, holders_at, memory_over
 from planner.step.categories import CATEGORIES, MemoryByCategory
 from planner.step.lowering import lower
 from tests.support.graphs import HandMadeStep, chain, legal_schedule, prepared, steps
@@ -23,8 +23,9 @@ from tests.support.graphs import HandMadeStep, chain, legal_schedule, prepared, 
 def test_the_categories_sum_to_the_memory_at_every_run(step, data):
     problem = lower(step.graph)
     timeline = unroll(problem, legal_schedule(data, problem))
+    rows = memory_over(step.graph, timeline).values()
+    assert [*map(sum, zip(*rows, strict=True))] == [*timeline.memory_bytes]
     for position, size in enumerate(timeline.memory_bytes):
-        assert sum(memory_at(step.graph, timeline, position).values()) == size
         assert sum(held for _, held in holders_at(step.graph, timeline, position)) == size
 
 
@@ -35,7 +36,7 @@ def test_the_peak_is_resident_memory_and_the_fuller_of_the_two_phases(step, data
     schedule = legal_schedule(data, ready.base.problem)
     made = breakdown(ready.base, unroll(ready.base.problem, schedule))
     state = 0 if step.optimizer is None else step.optimizer.state_bytes
-    resident = step.graph.resident.total_bytes + state
+    resident = sum(astuple(step.graph.resident)) + state
     kept = sum(b.size_bytes for b in step.graph.buffers if b.kept_to_end)
     optimizer_step = 0 if step.optimizer is None else (
         resident + kept + step.optimizer.step_peak_bytes)

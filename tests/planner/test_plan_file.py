@@ -21,17 +21,17 @@ import planner
 from planner._graph_capture.training_graph import OptimizerMemory
 from planner.plans.document import SCHEMA_VERSION
 from planner.plans.file import dumps, from_dict, loads
-from planner.plans.schema import schema
 from planner.plans.writing import fingerprint
 from planner.search.planning import Effort, plan_within
 from tests.support.altered_plans import places, signed
 from tests.support.graphs import HandMadeStep, chain, prepared, steps
+from tests.support.plan_schema import schema
 
 SCHEMA = json.loads(files("planner").joinpath("plan.schema.json").read_text(encoding="utf-8"))
 
 MAKE_AND_PRINT = """
 from planner.plans.file import dumps
-from planner.plans.schema import schema
+from tests.support.plan_schema import schema
 from planner.search.planning import Effort, plan_within
 from tests.support.graphs import HandMadeStep, chain, prepared
 print(dumps(plan_within(prepared(HandMadeStep(chain(9), 2600)), 1800)), end="")
@@ -370,7 +370,7 @@ def test_files_diff_well():
 
 def test_the_published_schema_is_itself_valid_and_that_of_the_types():
     jsonschema.Draft202012Validator.check_schema(SCHEMA)
-    assert schema() == SCHEMA, "python -m planner.plans.schema > planner/plan.schema.json"
+    assert schema() == SCHEMA, "python -m tests.support.plan_schema > planner/plan.schema.json"
 
 
 def test_an_action_that_no_reader_knows_is_refused_by_its_path():

@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from planner._graph_capture.training_graph import Category
 from planner.solvers.simulator import unroll
-from planner.step.breakdown import memory_at
+from planner.step.breakdown import memory_over
 from planner.step.lowering import lower
 from planner.step.planned_micro_batch import planned_micro_batch
 from tests.support.graphs import legal_schedule, steps
@@ -30,7 +30,7 @@ def test_every_run_takes_what_the_simulator_says(step, data):
     first = timeline.memory_bytes.index(timeline.peak_bytes)
     alive = trace.alive_after(levels.index(trace.peak_bytes))
     assert {k.value: v for k, v in trace.by_category(alive).items() if v} == {
-        k: v for k, v in memory_at(step.graph, timeline, first).items() if v}
+        kind: row[first] for kind, row in memory_over(step.graph, timeline).items() if row[first]}
 
 
 @settings(max_examples=60, deadline=None)

@@ -15,10 +15,10 @@ from planner._apply import plan_backend
 from planner._apply.errors import PlanMismatch
 from planner._graph_capture.fake_copies.data_dependent_values import with_larger_selections
 from planner._graph_capture.fake_copies.storage_less import Answer
-from planner._graph_capture.memory.allocator import record_stages
 from planner._graph_capture.module_forward import forward_override
 from planner.attached import known
 from planner.captured_graph import with_least_memory
+from tests.support.stages import record_stages
 from tests.support.training import assert_same_gradients
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import planner
-from planner._graph_capture.memory.allocator import record_stages
+from tests.support.stages import record_stages
 
 NONE_SKIPPED = 15
 """A seed with which torch's dice skip no block."""

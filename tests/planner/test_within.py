@@ -16,9 +16,9 @@ import torch.nn.functional as F
 from torch import nn
 
 import planner
-from planner._graph_capture.memory.allocator import record_stages
 from planner.attached.forward import PlanningForward
 from tests.support.models import LanguageModel, gpt2
+from tests.support.stages import record_stages
 
 VOCAB = 256
 Optimizers = Callable[[Any], torch.optim.Optimizer]

@@ -16,8 +16,9 @@ import torch.nn.functional as F
 from torch import nn
 
 import planner
-from planner._graph_capture.memory.allocator import heap_bytes, record_stages
+from planner._graph_capture.memory.allocator import heap_bytes
 from planner._graph_capture.training_graph import HELD_IN_FORWARD
+from tests.support.stages import record_stages
 
 STEPS = 4
 Loop = Callable[[nn.Module], Callable[[], torch.Tensor]]

@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from torch import nn
 
 import planner
-from planner._graph_capture.memory.allocator import record_stages
 from tests.support.measured_loops import MeasuredLoop, Trial
 from tests.support.models import LanguageModel
+from tests.support.stages import record_stages
 from tests.support.training import assert_same_gradients
 
 

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 import planner
-from planner._graph_capture.memory.allocator import record_stages
+from tests.support.stages import record_stages
 
 STEPS = 6
 Gradients = list[list[list[float]]]

@@ -15,9 +15,10 @@ from torch import nn
 from torch.func import functional_call
 
 import planner
-from planner._graph_capture.memory.allocator import record_peak, record_stages
+from planner._graph_capture.memory.allocator import record_peak
 from planner._graph_capture.plain_step.observed_loss import StepWatch
 from planner.attached import measuring
+from tests.support.stages import record_stages
 from tests.support.training import assert_same_gradients
 
 Batch = Callable[[torch.Tensor], torch.Tensor]

@@ -7,7 +7,7 @@ draws small graphs with skips, pinned ops, several regions, a loss, workspace an
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
 from hypothesis import strategies as st
 
@@ -60,7 +60,7 @@ class HandMadeStep:
     @property
     def baseline(self) -> Baseline:
         state = 0 if self.optimizer is None else self.optimizer.state_bytes
-        return Baseline(self.baseline_peak_bytes - self.graph.resident.total_bytes - state)
+        return Baseline(self.baseline_peak_bytes - sum(astuple(self.graph.resident)) - state)
 
 
 def prepared(step: HandMadeStep) -> PreparedStep:
@@ -126,7 +126,7 @@ def chain(layers: int, size_bytes: int = 100, *, gradient_bytes: int = 7) -> Tra
                                 (*saved, cotangent), (size_bytes, 0))
         build.op(f"net.layers.{layer}/~aten.sum#0", Phase.BACKWARD, (cotangent,),
                  (gradient_bytes,), kept=True, label=f"layers.{layer}.weight")
-    region = Region(range(layers), range(layers + 1, len(build.ops)), (True,))
+    region = Region(range(layers), range(layers + 1, len(build.ops)), cotangents=(True,))
     return build.graph((region,))
 
 
@@ -175,7 +175,7 @@ def steps(draw: st.DrawFn, max_ops: int = 6) -> HandMadeStep:
                      (draw(sizes),), region=number, seconds=0.0, flops=0, kept=True,
                      label=f"block.{number}.bias", captured=False)
         backwards.append(range(start, len(build.ops)))
-    regions = tuple(Region(forward, backward, (True,))
+    regions = tuple(Region(forward, backward, cotangents=(True,))
                     for forward, backward in zip(forwards, reversed(backwards), strict=True))
     optimizer = draw(st.sampled_from(
         [None, OptimizerMemory("sgd", 0, 11), OptimizerMemory("adam", 2000, 400)]))

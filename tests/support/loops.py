@@ -13,10 +13,10 @@ import torch.nn.functional as F
 from torch import nn
 
 import planner
-from planner._graph_capture.memory.allocator import record_stages
 from planner._graph_capture.plain_step.loss import objective
 from planner.step.loop_trace import StepPhase
 from planner.training_loop.report import LoopBreakdown
+from tests.support.stages import record_stages
 
 STEPS = 3
 MEASURED_PHASES = (StepPhase.FORWARD, StepPhase.LOSS, StepPhase.BACKWARD,

@@ -11,8 +11,9 @@ import torch
 from torch import nn
 
 import planner
-from planner._graph_capture.memory.allocator import begin_stage, record_stages
 from planner._graph_capture.memory.sparse import strided_tensors
+from planner._graph_capture.torch_compat import begin_stage
+from tests.support.stages import record_stages
 
 
 @dataclass

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from planner._graph_capture.memory.allocator import record_stages
+from tests.support.stages import record_stages
 
 TIME_OUT = datetime.timedelta(seconds=120)
 _processes: dict[str, list[ProcessPoolExecutor]] = {}

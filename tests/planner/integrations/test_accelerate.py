@@ -11,10 +11,10 @@ from torch.distributed.fsdp import FSDPModule
 
 import planner
 from benchmarks.settled_collectives import settle_collectives
-from planner._graph_capture.memory.allocator import record_stages
 from tests.support.measured_loops import MeasuredLoop, Trial
 from tests.support.models import gpt2
 from tests.support.ranks import on_ranks
+from tests.support.stages import record_stages
 
 accelerate = pytest.importorskip("accelerate")
 

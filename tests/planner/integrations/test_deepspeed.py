@@ -14,9 +14,9 @@ import torch
 from torch import nn
 
 import planner
-from planner._graph_capture.memory.allocator import record_stages
 from tests.support.models import gpt2
 from tests.support.ranks import on_ranks
+from tests.support.stages import record_stages
 
 pytest.importorskip("deepspeed")
 

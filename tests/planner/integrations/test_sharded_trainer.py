@@ -14,8 +14,9 @@ from torch.distributed.fsdp import FSDPModule
 
 import planner
 from benchmarks.settled_collectives import settle_collectives
-from planner._graph_capture.memory.allocator import begin_stage, record_stages
+from planner._graph_capture.torch_compat import begin_stage
 from tests.support.ranks import on_ranks
+from tests.support.stages import record_stages
 
 accelerate = pytest.importorskip("accelerate", reason="the Trainer needs accelerate")
 transformers = pytest.importorskip("transformers")

@@ -1,6 +1,6 @@
 """The published JSON Schema of a plan's file, generated from the types in `planner.plans.document`.
 
-    python -m planner.plans.schema > planner/plan.schema.json
+    python -m tests.support.plan_schema > planner/plan.schema.json
 
 The description of a field is the docstring below it, there or in the class that it comes from.
 """
@@ -54,7 +54,7 @@ def _types(kind: type) -> Iterator[type]:
         hint = pending.pop()
         pending.extend(get_args(hint))
         if is_dataclass(hint) or (isinstance(hint, type) and issubclass(hint, msgspec.Struct)):
-            yield from _types(hint)  # type: ignore[arg-type]
+            yield from _types(hint)
 
 
 def _descriptions(kind: type) -> dict[str, str]:
