@@ -415,7 +415,8 @@ class ObservingForward(CountingForward):
         measured if its arguments are larger than those before."""
         plan, device = self.plan, device_of(self.__self__)
         if (torch.is_grad_enabled() or not self.__self__.training or plan is None
-                or plan.budget_bytes is None):
+                or plan.budget_bytes is None or running_node_number() is not None
+                or group_of(self.__self__)):
             return nullcontext()
         given_bytes = bytes_on(device, strided_tensors(output_tensors((args, kwargs))))
         if given_bytes <= self._most_given_bytes:
