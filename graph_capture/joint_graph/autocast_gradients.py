@@ -26,12 +26,17 @@ _CASTS = frozenset({"to", "bfloat16", "half", "type", "type_as"})
 def add_gradients_as_autocast_does(joint: JointGraph, traced: fx.Graph) -> JointGraph:
     """Add gradients of a clean joint graph in the dtype of the weight's cast.  `traced`: the graph
     before it was cleaned, which has the cast of each use."""
-    uses = {primal.name: {user.meta.get("seq_nr") for user in primal.users
-                          if user.target is _aten._to_copy.default and not _is_explicit(user)}
+    uses = {primal.name: {user.meta["seq_nr"] for user in primal.users
+                          if user.target is _aten._to_copy.default and "seq_nr" in user.meta
+                          and not _is_explicit(user)}
             for primal in traced.find_nodes(op="placeholder") if len(primal.users) > 1}
-    for primal, gradient in zip(joint.primals, joint.gradients, strict=True):
-        if gradient is not None and len(uses.get(primal.name, ())) > 1:
-            _add_before_cast(joint.graph, gradient, uses[primal.name])
+    again = [(gradient, uses[primal.name]) for primal, gradient
+             in zip(joint.primals, joint.gradients, strict=True)
+             if gradient is not None and len(uses.get(primal.name, ())) > 1]
+    for gradient, casts in again:
+        _add_before_cast(joint.graph, gradient, casts)
+    if not again:
+        return joint
     eliminate_dead_code(joint.graph)
     return joint.described_anew()
 
