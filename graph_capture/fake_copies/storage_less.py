@@ -411,6 +411,8 @@ def _signature(func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any
     for leaf in leaves:
         if isinstance(leaf, torch.Tensor):
             words += (leaf.dtype, leaf.device, leaf.size(), leaf.stride(), leaf.storage_offset())
+        elif isinstance(leaf, torch.ScriptObject):
+            return None
         else:
             words += (type(leaf), leaf)
     try:

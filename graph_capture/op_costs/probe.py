@@ -301,6 +301,8 @@ def signature(target: OpOverload | str, args: tuple[Any, ...], kwargs: Mapping[s
             if is_sparse(leaf):
                 values, indices = strided_tensors(leaf)
                 words.append(f"{ints(strides(values))}{leaf.is_coalesced()}{indices.tolist()}")
+        elif isinstance(leaf, torch.UntypedStorage):  # whose text has all its bytes
+            words.append(f"{leaf.device}{leaf.nbytes()}")
         else:
             words.append(repr(leaf))
     return hashlib.sha256("|".join(words).encode()).hexdigest()

@@ -363,3 +363,14 @@ def test_room_is_what_the_budget_leaves_at_the_moment():
     assert (of_bytes(), of_share()) == (400, 400)
     held[0] = 1200
     assert (of_bytes(), of_share()) == (0, 0)
+
+
+def test_a_storage_is_described_by_its_size(monkeypatch):
+    def text(storage: torch.UntypedStorage) -> str:
+        raise AssertionError("the text of a storage has all its bytes")
+
+    monkeypatch.setattr(torch.UntypedStorage, "__repr__", text)
+    small, large = (signature(torch.ops.aten.set_.source_Storage,
+                              (torch.empty(0), torch.empty(size).untyped_storage()), {})
+                    for size in (4, 5))
+    assert small != large

@@ -747,3 +747,16 @@ def test_a_rollout_beyond_the_budget_is_said_once(caplog):
     assert len(said) == 1
     assert "a call without gradients took" in said[0]
     assert planner.status(net).worst_peak_bytes == large[1]
+
+
+def test_objects_of_the_profiler_and_storages_in_a_watched_step():
+    net = planner.within(layers(), "1GB", time_limit=1)
+    loss = net(torch.ones(64, 32)).square().mean()
+    ops = torch.ops.profiler
+    begun = ops._record_function_enter_new("named by the loop", None)
+    for _ in range(2):  # it cannot be compared with itself
+        ops._record_function_exit._RecordFunction(begun)
+    copied = copy.deepcopy(torch.zeros(2 ** 18))
+    loss.backward()
+    assert copied.sum() == 0
+    assert planner.status(net).planned_steps == 1
