@@ -165,6 +165,8 @@ def _shapes(value: Any) -> object:
         return value.shape, strides, value.dtype
     if isinstance(value, Mapping):
         return tuple(map(_shapes, value.items()))
+    if isinstance(value, torch.UntypedStorage):  # which would live as long as the watch
+        return value.device, value.nbytes()
     if isinstance(value, torch.ScriptObject):  # of the profiler; it cannot be compared
         return type(value)
     return tuple(map(_shapes, value)) if isinstance(value, tuple | list) else value

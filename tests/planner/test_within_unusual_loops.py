@@ -760,3 +760,14 @@ def test_objects_of_the_profiler_and_storages_in_a_watched_step():
     loss.backward()
     assert copied.sum() == 0
     assert planner.status(net).planned_steps == 1
+
+
+def test_a_watch_keeps_no_storage_alive():
+    watch = StepWatch(torch.device("cpu"), [])
+    assert watch.begin()
+    copied = copy.deepcopy(torch.zeros(2 ** 18))
+    copied_bytes = watch.live_bytes
+    del copied
+    left_bytes = watch.live_bytes
+    watch.end()
+    assert (copied_bytes, left_bytes) == (4 * 2 ** 18, 0)
