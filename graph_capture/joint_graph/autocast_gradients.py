@@ -48,12 +48,13 @@ def _is_explicit(cast: fx.Node) -> bool:
 
 def _add_before_cast(graph: fx.Graph, gradient: fx.Node, uses: Collection[int]) -> None:
     """`uses`: sequence numbers of the casts of the weight."""
-    casts = {part for part, _ in _parts(gradient)
+    parts = list(_parts(gradient))
+    casts = {part for part, _ in parts
              if part.target is _aten._to_copy.default and part.meta.get("seq_nr") in uses
              and part.args[0].meta["val"].dtype in (torch.bfloat16, torch.float16)}
     if len(casts) < 2:
         return
-    parts, left = list(_parts(gradient)), len(casts)
+    left = len(casts)
     uncast: fx.Node | None = None
     total: fx.Node | None = None
     for part, place in parts:

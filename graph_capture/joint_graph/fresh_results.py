@@ -138,7 +138,7 @@ def make_results_fresh(joint: JointGraph) -> JointGraph:
             break
         if (isinstance(node.target, OpOverload) and schema_of(node.target).name in UNINITIALISED
                 and _has_own_elements(node.meta["val"])):
-            _replace(graph, node, _FRESH[_aten.zero.default], _layout(node.meta["val"]))
+            _replace(graph, node, _FRESH[_aten.zero.default], node.meta["val"], node)
     graph.lint()
     return joint
 
@@ -179,12 +179,10 @@ def _make_fresh(graph: fx.Graph, node: fx.Node) -> None:
     # Random numbers are assigned in the order of the memory that the plain step writes.
     is_random_fill = torch.Tag.nondeterministic_seeded in node.target.tags
     like = operand.meta["val"] if is_random_fill else result
-    if _has_own_elements(like) and (like.stride() == result.stride() or (
-            rule.position == 0 and result.is_contiguous())):
-        _replace(graph, node, _FRESH[node.target], _layout(like), others, node.kwargs)
-    elif is_random_fill and rule.position == 0 and not _is_known(like):
-        layout = _layout_of(operand, Emitter(graph, node), like=node)
-        _replace(graph, node, _FRESH[node.target], layout, others, node.kwargs)
+    is_symbolic_fill = is_random_fill and rule.position == 0 and not _is_known(like)
+    if is_symbolic_fill or (_has_own_elements(like) and (
+            like.stride() == result.stride() or (rule.position == 0 and result.is_contiguous()))):
+        _replace(graph, node, _FRESH[node.target], like, operand, others, node.kwargs)
 
 
 def _split_dropout(graph: fx.Graph, node: fx.Node) -> None:
@@ -199,9 +197,7 @@ def _split_dropout(graph: fx.Graph, node: fx.Node) -> None:
             _is_known(mask) or same_sizes(mask.stride(), operand.meta["val"].stride())):
         return
     emit = Emitter(graph, node)
-    layout = (_layout(mask) if _is_known(mask)
-              else _layout_of(operand, emit, like=node, dtype=mask.dtype))
-    drawn = emit(_FRESH[_aten.bernoulli.p], *layout, 1 - p, like=node)
+    drawn = emit(_FRESH[_aten.bernoulli.p], *_layout(emit, node, mask, operand), 1 - p, like=node)
     kept = emit(_aten.mul.Tensor, operand, drawn, like=node)
     result = emit(_aten.mul.Tensor, kept, 1 / (1 - p), like=node)
     for element in list(node.users):
@@ -222,34 +218,29 @@ def _has_own_elements(tensor: torch.Tensor) -> bool:
         for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
-def _layout(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """The arguments of a fresh op for a result in the layout of a tensor whose layout is known."""
-    return list(tensor.shape), list(tensor.stride()), tensor.dtype, tensor.device
-
-
-def _layout_of(operand: fx.Node, emit: Emitter, *, like: fx.Node, dtype: torch.dtype | None = None
-               ) -> tuple[Any, ...]:
-    """The same with symbolic numbers, each asked of a node, until `Sizes.settle` gives it."""
-    tensor = operand.meta["val"]
+def _layout(emit: Emitter, node: fx.Node, tensor: torch.Tensor, operand: fx.Node
+            ) -> tuple[Any, ...]:
+    """The arguments of a fresh op, in place of `node`, for a result in the layout of a tensor.
+    Symbolic numbers are asked of an operand with that layout, until `Sizes.settle` gives them."""
     shape, strides = ([
-        number if isinstance(number, int) else emit(query, operand, dimension, like=like)
+        number if isinstance(number, int) else emit(query, operand, dimension, like=node)
         for dimension, number in enumerate(numbers)]
         for numbers, query in ((tensor.shape, _aten.sym_size.int),
                                (tensor.stride(), _aten.sym_stride.int)))
-    return shape, strides, dtype or tensor.dtype, tensor.device
+    return shape, strides, tensor.dtype, tensor.device
 
 
-def _replace(graph: fx.Graph, node: fx.Node, target: OpOverload, layout: tuple[Any, ...],
-             others: tuple[Any, ...] = (), kwargs: Mapping[str, Any] = MappingProxyType({})
-             ) -> None:
-    """Replace a node by a call of a fresh op, whose result its readers read in the layout that they
-    were traced with."""
-    new = Emitter(graph, node)(target, *layout, *others, like=node, **kwargs)
+def _replace(graph: fx.Graph, node: fx.Node, target: OpOverload, like: torch.Tensor,
+             operand: fx.Node, others: tuple[Any, ...] = (),
+             kwargs: Mapping[str, Any] = MappingProxyType({})) -> None:
+    """Replace a node by a call of a fresh op with the layout of `like`, which `operand` has; its
+    readers read the result in the layout that they were traced with."""
+    emit = Emitter(graph, node)
+    new = emit(target, *_layout(emit, node, like, operand), *others, like=node, **kwargs)
     traced = node.meta["val"]
     if isinstance(traced, torch.Tensor) and not same_sizes(
             new.meta["val"].stride(), traced.stride()):
-        new = Emitter(graph, node)(_aten.clone.default, new, like=node,
-                                   memory_format=torch.contiguous_format)
+        new = emit(_aten.clone.default, new, like=node, memory_format=torch.contiguous_format)
     node.replace_all_uses_with(new)
     graph.erase_node(node)
     for element in filter(is_tuple_element, new.users):

@@ -413,11 +413,12 @@ class ObservingForward(CountingForward):
                                     ) -> AbstractContextManager[None]:
         """Inside, a call that trains nothing, such as a rollout.  In training mode its memory is
         measured if its arguments are larger than those before."""
-        plan, device = self.plan, device_of(self.__self__)
+        plan = self.plan
         if (torch.is_grad_enabled() or not self.__self__.training or plan is None
                 or plan.budget_bytes is None or running_node_number() is not None
                 or group_of(self.__self__)):
             return nullcontext()
+        device = device_of(self.__self__)
         given_bytes = bytes_on(device, strided_tensors(output_tensors((args, kwargs))))
         if given_bytes <= self._most_given_bytes:
             return nullcontext()
